@@ -1,0 +1,1 @@
+"""Inference endpoints, routing and policy versions."""

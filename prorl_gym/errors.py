@@ -1,0 +1,152 @@
+"""Every error that prorl_gym raises on purpose, named for the boundary that broke.
+
+    ProrlGymError
+     ├ ConfigError(ValueError)       at start; the command line exits with 2
+     ├ RequestError                  answered over HTTP with `status`
+     │   ├ UnknownTask  400
+     │   ├ Unauthorized 401
+     │   ├ JobNotFound  404
+     │   ├ DuplicateJob 409
+     │   ├ BodyTooLarge 413
+     │   ├ QueueFull    429
+     │   └ NotRunning   503
+     └ JobError                      recorded in one job's result, never stops a worker
+         ├ RuntimeStartError         a sandbox did not come up
+         ├ SandboxError              a sandbox broke while in use
+         ├ BackendError              an inference endpoint broke its contract
+         ├ HandlerError              task-family code raised
+         ├ EvaluationError           a grader broke: no measurement, never a reward
+         └ StageTimeout(TimeoutError)
+
+A command that fails, a tool that times out or a malformed tool call is an observation for the model, not an error.
+"""
+
+from typing import ClassVar, Literal
+
+Stage = Literal["init", "run", "eval"]
+
+
+class ProrlGymError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(ProrlGymError, ValueError):
+    """The configuration is wrong; the message names the key and what it accepts."""
+
+
+class RequestError(ProrlGymError):
+    """A request that cannot be served.
+
+    Attributes:
+        status: HTTP status of the answer.
+        field: Path of the offending field in the body, e.g. `sampling_params.top_p`, or None.
+        retry_after_s: Seconds after which the same request may succeed, or None.
+    """
+
+    status: ClassVar[int] = 400
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class UnknownTask(RequestError):
+    """The request names a task that no handler serves; the message lists the known ones."""
+
+
+class Unauthorized(RequestError):
+    """The bearer token is missing or wrong."""
+
+    status = 401
+
+
+class JobNotFound(RequestError):
+    """No job of that id is known, or its result has expired."""
+
+    status = 404
+
+
+class DuplicateJob(RequestError):
+    """The id belongs to a job with another body."""
+
+    status = 409
+
+
+class BodyTooLarge(RequestError):
+    """The request body exceeds `server.max_body_bytes`."""
+
+    status = 413
+
+
+class QueueFull(RequestError):
+    """As many jobs wait as the queue may hold."""
+
+    status = 429
+
+
+class NotRunning(RequestError):
+    """The pools are stopped or stopping."""
+
+    status = 503
+
+
+class JobError(ProrlGymError):
+    """Something broke inside one job.
+
+    Attributes:
+        stage: The stage in which it broke, or None until the pipeline knows it.
+        kind: One word for the boundary that broke, as it stands in `failure.kind`.
+        infrastructure: True when the failure says nothing about the policy: the sample is masked.
+    """
+
+    kind: ClassVar[str] = "job"
+    infrastructure: ClassVar[bool] = True
+
+    def __init__(self, message: str, *, stage: Stage | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class RuntimeStartError(JobError):
+    """A sandbox did not come up."""
+
+    kind = "runtime_start"
+
+
+class SandboxError(JobError):
+    """A sandbox, or the tool server inside it, broke while in use."""
+
+    kind = "sandbox"
+
+
+class BackendError(JobError):
+    """An inference endpoint refused, broke off or answered something that contradicts itself.
+
+    Attributes:
+        retryable: True when the same call may succeed on this or another backend.
+    """
+
+    kind = "backend"
+
+    def __init__(self, message: str, *, retryable: bool = True, stage: Stage | None = None) -> None:
+        super().__init__(message, stage=stage)
+        self.retryable = retryable
+
+
+class HandlerError(JobError):
+    """Task-family code raised something that is not a JobError."""
+
+    kind = "handler"
+
+
+class EvaluationError(JobError):
+    """A grader broke: there is no measurement, and so no reward."""
+
+    kind = "evaluation"
+
+
+class StageTimeout(JobError, TimeoutError):
+    """A stage, or the whole job, ran over its budget."""
+
+    kind = "timeout"

@@ -1,0 +1,1 @@
+"""Rootless sandboxes behind one contract."""

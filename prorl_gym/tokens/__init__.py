@@ -1,0 +1,1 @@
+"""The token record, and chat rendering and parsing on top of it."""

@@ -1,7 +1,7 @@
 """Values that travel between renderer, backend, loop and recorder.
 
-The invariant of the whole package (DESIGN 5): `prompt(k+1) == prompt(k) + sampled(k) + new observation ids`, and sampled
-ids are never decoded and encoded again, trimmed or repaired.
+The invariant of the whole package: `prompt(k+1) == prompt(k) + sampled(k) + new observation ids`, and sampled ids are
+never decoded and encoded again, trimmed or repaired.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class ToolRequest:
     Attributes:
         id: Unique within the episode; the tool message that answers it carries the same.
         name: As the model wrote it; may name no tool at all.
-        arguments: The parsed object, or None when the call was malformed or cut off. A call without arguments never runs.
+        arguments: The parsed object, or None when the call was malformed or cut off; it then never runs.
         error: For a malformed call, what to tell the model; else None.
     """
 

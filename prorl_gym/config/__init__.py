@@ -1,0 +1,1 @@
+"""Frozen configuration models, and how they come out of Hydra."""

@@ -1,0 +1,1 @@
+"""AgentHandler plugins: what a task family writes."""

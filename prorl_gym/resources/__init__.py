@@ -1,0 +1,1 @@
+"""Resources servers: NeMo Gym's contract, in process or over HTTP."""

@@ -20,7 +20,7 @@ Fault: TypeAlias = Literal[
     "status",  # an HTTP error with `Reply.status`
     "refuse",  # the connection is closed without a byte
     "hang",  # no answer, ever
-    "die_mid_body",  # half the body, then the connection is reset
+    "die_mid_body",  # half the body, then the connection is closed
     "short_ids",  # usage claims 3 tokens more than `token_ids` holds
     "short_logprobs",  # one logprob fewer than ids
     "nan_logprobs",  # the last logprob is NaN (as Python writes it)

@@ -39,7 +39,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _load_tokenizer(folder: str | None) -> Tokenizer | None:
     if folder is None:
         return None
-    from transformers import AutoTokenizer  # noqa: PLC0415 (heavy, and rarely wanted)
+    from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer
@@ -76,7 +76,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> Literal[0]:
     """Serve until SIGTERM or SIGINT."""
-    import uvloop  # noqa: PLC0415 (only a process of its own takes this loop)
+    import uvloop
 
     options = _parse(argv)
     uvloop.run(_run(options, _load_tokenizer(options.tokenizer)))

@@ -1,5 +1,6 @@
 """Turns what is wrong with a configuration into words that name the key and the nearest valid one."""
 
+import json
 import typing
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -26,15 +27,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
-def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a model and the models inside it."""
+def key_defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every dotted key of a model and the models inside it, with its default as it would be written."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = _model_in(field.annotation)
+        value = field.get_default(call_default_factory=True)
         if inner is None:
-            yield path
+            shown = "" if field.is_required() else json.dumps(value, default=str)
+            yield path, shown.strip('"')
+        elif isinstance(value, BaseModel):
+            for key, default in key_defaults(inner, f"{path}."):
+                own = getattr(value, key.removeprefix(f"{path}."), None)
+                yield key, default if own is None else json.dumps(own, default=str).strip('"')
         else:
-            yield from key_paths(inner, f"{path}.")
+            yield from key_defaults(inner, f"{path}.")
+
+
+def key_paths(model: type[BaseModel]) -> Iterator[str]:
+    """Every dotted key of a model and the models inside it."""
+    return (key for key, _ in key_defaults(model))
 
 
 def render_errors(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:

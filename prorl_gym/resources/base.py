@@ -8,8 +8,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from prorl_gym.resources.graders import GraderPool
 from prorl_gym.runtimes.base import Runtime, SandboxSpec
 from prorl_gym.tools.spec import ToolReply, ToolSpec
 
@@ -78,6 +80,21 @@ class SandboxFactory(Protocol):
         ...
 
 
+class GraderFactory(Protocol):
+    """Makes worker processes around a grader file, confined as the service's runtime asks."""
+
+    def __call__(
+        self,
+        grader: Path,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        memory_bytes: int | None = 2 << 30,
+    ) -> GraderPool:
+        """A pool, not yet started; see `GraderPool`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ResourcesContext:
     """What the service lends a resources server."""
@@ -85,6 +102,7 @@ class ResourcesContext:
     name: str
     config: Mapping[str, Any]
     sandbox: SandboxFactory
+    graders: GraderFactory
     state_dir: str
 
 

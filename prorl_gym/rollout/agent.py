@@ -36,6 +36,6 @@ class Agent(ABC):
 
     async def run(self, episode: "Episode") -> StopReason:
         """Act until the episode ends. The default is the one multi-turn loop; several loops make several agents."""
-        from prorl_gym.rollout.loop import run_loop  # noqa: PLC0415 - the loop imports this module's types
+        from prorl_gym.rollout.loop import run_loop
 
         return await run_loop(episode, self.first_messages(episode.row, episode.tools))

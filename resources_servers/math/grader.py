@@ -1,0 +1,107 @@
+"""Compares a boxed answer with the expected one. Runs in a grader process: everything it sees is hostile text.
+
+The last complete `\\boxed{...}` counts. Forms that math-verify confuses are told apart before it is asked: percent
+signs, digits with a base, thousands separators.
+"""
+
+import logging
+import re
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+MAX_ANSWER_CHARACTERS = 2_000
+"""A longer content of a box is no answer to anything; parsing it would only cost time."""
+SECONDS = 2
+"""Of one step inside math-verify (SIGALRM); the pool's own deadline ends what Python cannot interrupt."""
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_BASED = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*([0-9A-Za-z]+)\s*\}?\s*\}?")
+_PERCENT = re.compile(r"\s*\\?%\s*$")
+_THIN_SPACE_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|,\\!)(?=\d{3}(?!\d))")
+_DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$")
+_COMMA = re.compile(r",(?=\S)")
+
+logging.disable(logging.CRITICAL)
+
+
+def grade(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer `{answer, expected}` with `{extracted: str | None, correct: bool}`.
+
+    Raises:
+        ValueError: The expected answer itself cannot be read.
+    """
+    extracted = last_boxed(request["answer"])
+    if extracted is None:
+        return {"extracted": None, "correct": False}
+    if len(extracted) > MAX_ANSWER_CHARACTERS:
+        return {"extracted": extracted[:MAX_ANSWER_CHARACTERS], "correct": False}
+    expected = last_boxed(request["expected"])
+    return {"extracted": extracted, "correct": equal(request["expected"] if expected is None else expected, extracted)}
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete `\\boxed{...}`, in one pass; of nested ones the innermost."""
+    opened: list[int | None] = []
+    content: str | None = None
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed"):
+            opened.append(match.end())
+        elif token == "{":
+            opened.append(None)
+        elif token == "}" and opened:
+            start = opened.pop()
+            if start is not None and "\\boxed" not in (inner := text[start : match.start()]):
+                content = inner
+    return content
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether `answer` says what `gold` says."""
+    gold, answer = _tidy(gold), _tidy(answer)
+    if not gold:
+        raise ValueError("the expected answer is empty")
+    if gold == answer:
+        return True
+    gold_based, answer_based = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if gold_based or answer_based:
+        return bool(gold_based and answer_based) and _digits(gold_based) == _digits(answer_based)
+    if _PERCENT.search(gold) or _PERCENT.search(answer):
+        return _equal_percent(gold, answer)
+    if _math_equal(gold, answer):
+        return True
+    if "," in gold and "," in answer:  # `100,200` may be a list as well as a number
+        return _math_equal(_COMMA.sub(", ", gold), _COMMA.sub(", ", answer))
+    return False
+
+
+def _tidy(text: str) -> str:
+    text = " ".join(_DELIMITERS.sub("", text).replace("\\$", "").split()).rstrip(".").strip()
+    return _THIN_SPACE_THOUSANDS.sub("", text)
+
+
+def _digits(match: "re.Match[str] | None") -> tuple[str, str]:
+    assert match is not None
+    return match.group(1).lstrip("0").upper(), match.group(2).lower()
+
+
+def _equal_percent(gold: str, answer: str) -> bool:
+    """With the sign on one side only, both readings count: 0.4 and 40 are each a fair `40\\%`."""
+    plain_gold, plain_answer = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
+    if _math_equal(plain_gold, plain_answer):
+        return True
+    if plain_gold != gold and plain_answer != answer:
+        return False
+    if plain_gold != gold:
+        return _math_equal(f"\\frac{{{plain_gold}}}{{100}}", answer)
+    return _math_equal(gold, f"\\frac{{{plain_answer}}}{{100}}")
+
+
+def _math_equal(gold: str, answer: str) -> bool:
+    targets = [LatexExtractionConfig(boxed_match_priority=-1)]
+    parsed_gold = parse(f"${gold}$", targets, parsing_timeout=SECONDS)
+    if not parsed_gold:
+        raise ValueError(f"the expected answer cannot be read: {gold[:200]!r}")
+    parsed_answer = parse(f"${answer}$", targets, parsing_timeout=SECONDS)
+    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=SECONDS))

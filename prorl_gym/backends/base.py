@@ -6,10 +6,19 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from prorl_gym.errors import BackendError
 from prorl_gym.tokens.records import GenerateParams, Generation
 
 Waiting = Callable[[str], AbstractAsyncContextManager[None]]
 """`async with waiting("for a backend"):` stops the job's timer for as long as the wait lasts."""
+
+
+class Unreachable(BackendError):
+    """No connection came about: refused, timed out, or the name does not resolve. The engine saw nothing."""
+
+
+class ContradictoryReply(BackendError):
+    """The engine answered, but its reply contradicts itself, our request or its dialect. Nothing of it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,13 @@ class Dialect(ABC):
     async def generate(self, prompt_ids: Sequence[int], params: GenerateParams, *, model: str) -> Generation:
         """Sample one continuation. Cancelling closes the connection, which aborts the request at the engine.
 
+        `versions` of the result holds what the engine itself reports, and is empty where it reports none.
+
         Raises:
-            BackendError: Refused, broke off, over its deadline, or the reply contradicts itself. Nothing of it is kept.
+            Unreachable: No connection.
+            ContradictoryReply: Ids, logprobs, usage or spans disagree, or a number is none.
+            BackendError: Refused, broke off or over its deadline. `retryable` is False when the request itself is at
+                fault, or the deadline has passed.
         """
 
 

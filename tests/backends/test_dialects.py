@@ -202,7 +202,7 @@ async def test_probe_tells_model_and_length(open_dialect: Open) -> None:
         facts = await open_dialect(llm.address).probe()
         assert (facts.model, facts.max_model_len) == ("qwen", 777)
         assert (await open_dialect(llm.address, model="qwen").probe()).model == "qwen"
-        with pytest.raises(BackendError, match="'qwen'.*not 'other'"):
+        with pytest.raises(BackendError, match=r"'qwen'.*not 'other'"):
             await open_dialect(llm.address, model="other").probe()
 
 

@@ -1,0 +1,120 @@
+"""From the policy's configuration to a renderer that is proven for its model. Offline wherever the files are local."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prorl_gym.config.models import PolicyConfig
+from prorl_gym.errors import ConfigError
+from prorl_gym.tokens.base import ChatRenderer
+from prorl_gym.tokens.chat_template import ChatTemplate, TemplateRefusal
+from prorl_gym.tokens.proof import make_template_renderer
+from prorl_gym.tokens.tokenizer import load_vocabulary, template_ids
+
+
+def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
+    """Load tokenizer and chat template of a model and prove a renderer for them. Blocks: seconds of CPU, perhaps a hub.
+
+    Args:
+        config: `renderer` chooses between a family of the `renderers` library and the template itself; `auto` takes the
+            family where the library has one and it is proven for these very files.
+        model: Local folder or hub id; `config.tokenizer` comes before it.
+
+    Raises:
+        ConfigError: There is no such tokenizer, it has no chat template, or nothing could be proven; says what to set.
+    """
+    source = config.tokenizer or model
+    tokenizer = _load_tokenizer(source)
+    template = _load_template(tokenizer, source)
+    vocabulary = load_vocabulary(tokenizer)
+    return make_template_renderer(
+        vocabulary,
+        template,
+        calls=config.tool_call_format,
+        stop_token_ids=_stop_token_ids(tokenizer, source),
+        keep_thinking=config.thinking == "keep",
+        reference=lambda messages, tools, thinking: template_ids(tokenizer, messages, tools, enable_thinking=thinking),
+    )
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The tokenizer of a folder or hub id, from the local cache if it is there.
+
+    Raises:
+        ConfigError: It is nowhere.
+    """
+    from transformers import AutoTokenizer
+
+    if _looks_local(source) and not Path(source).is_dir():
+        raise ConfigError(
+            f"policy.tokenizer: there is no folder {source!r} on this machine. Set policy.tokenizer to a local folder "
+            "that holds the tokenizer of the model the engine serves, or to its hub id."
+        )
+    failure: Exception | None = None
+    for local_files_only in (True, False):
+        try:
+            return AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            failure = error
+        if Path(source).is_dir():
+            break
+    raise ConfigError(
+        f"policy.tokenizer: no tokenizer could be loaded from {source!r} ({_first_line(failure)}). Set policy."
+        "tokenizer to a local folder with tokenizer.json and tokenizer_config.json, or to a hub id that "
+        "this machine can reach."
+    ) from failure
+
+
+def _load_template(tokenizer: Any, source: str) -> ChatTemplate:
+    """The tokenizer's chat template.
+
+    Raises:
+        ConfigError: It has none, or an invalid one.
+    """
+    try:
+        text = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ConfigError(
+            f"policy.tokenizer: {source!r} has no chat template ({_first_line(error)}). Use the instruct version of "
+            "the model, or set policy.tokenizer to a folder whose tokenizer_config.json has chat_template (or that "
+            "holds chat_template.jinja)."
+        ) from error
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    try:
+        return ChatTemplate(text, special)
+    except TemplateRefusal as error:
+        raise ConfigError(f"policy.tokenizer: the chat template of {source!r} is {error}") from error
+
+
+def _stop_token_ids(tokenizer: Any, source: str) -> list[int]:
+    """End-of-turn ids of tokenizer and generation configuration."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    path = Path(source, "generation_config.json")
+    if path.is_file():
+        try:
+            settings = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"policy.model: {path} is no JSON: {error}") from error
+        told = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        found.extend(told if isinstance(told, list) else [told])
+    elif not Path(source).is_dir():
+        found.extend(_hub_stop_token_ids(source))
+    return [token for token in dict.fromkeys(found) if isinstance(token, int)]
+
+
+def _hub_stop_token_ids(source: str) -> list[Any]:
+    from transformers import GenerationConfig
+
+    try:
+        told = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        return []
+    return told if isinstance(told, list) else [told]
+
+
+def _looks_local(source: str) -> bool:
+    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
+
+
+def _first_line(error: Exception | None) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

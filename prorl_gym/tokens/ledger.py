@@ -7,6 +7,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-probability may exceed 0 by this much: engines round in float16 and below."""
@@ -34,3 +35,29 @@ def chain(previous: str | None, new_prompt_ids: Iterable[int], output_ids: Itera
             packed.byteswap()
         digest.update(packed.tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """What of a call's record the digests and segments can be checked against; times and backends are notes beside it.
+
+    Attributes:
+        call: Number of the call within the episode, from 0.
+        segment: Index of its segment.
+        prompt_tokens: Length of the whole prompt.
+        new_prompt_tokens: Of those, how many come after the prompt and the sampled ids of the segment's call before.
+        output_ids: [T] sampled ids.
+        logprobs: [T] natural log, of the distribution sampled from.
+        versions: Spans `(start, end, version)` that cover `output_ids` without gaps.
+        digest: See `chain`.
+    """
+
+    call: int
+    agent: str
+    segment: int
+    prompt_tokens: int
+    new_prompt_tokens: int
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int, int | None]]
+    digest: str

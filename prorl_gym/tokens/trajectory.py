@@ -162,7 +162,7 @@ class Trajectory:
         return [part.export() for part in self.parts]
 
     def ledger(self) -> list[dict[str, Any]]:
-        """One record per model call, in the shape of `ledger.LedgerRecord`."""
+        """One record per model call, with at least what `ledger.LedgerRecord` has."""
         records = []
         for call in self.calls:
             part = self.parts[call.segment]

@@ -2,6 +2,8 @@
 
     ProrlGymError
      ├ ConfigError(ValueError)       at start; the command line exits with 2
+     ├ ServiceError                  raised by the client only: the service gave no answer that it should give
+     │   └ ServiceUnreachable        it gave none at all
      ├ RequestError                  answered over HTTP with `status`
      │   ├ UnknownTask  400
      │   ├ Unauthorized 401
@@ -32,6 +34,14 @@ class ProrlGymError(Exception):
 
 class ConfigError(ProrlGymError, ValueError):
     """The configuration is wrong; the message names the key and what it accepts."""
+
+
+class ServiceError(ProrlGymError):
+    """The rollout service answered with something that is no reply of its own, an internal error say."""
+
+
+class ServiceUnreachable(ServiceError):
+    """The rollout service did not answer: refused, broke off, or over the deadline."""
 
 
 class RequestError(ProrlGymError):

@@ -1,4 +1,4 @@
-"""Math problems with a known answer: reward 1 when the last `\\boxed{...}` equals it."""
+r"""Math problems with a known answer: reward 1 when the last `\boxed{...}` equals it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Compares a boxed answer with the expected one. Runs in a grader process: everything it sees is hostile text.
+r"""Compares a boxed answer with the expected one. Runs in a grader process: everything it sees is hostile text.
 
-The last complete `\\boxed{...}` counts. Forms that math-verify confuses are told apart before it is asked: percent
+The last complete `\boxed{...}` counts. Forms that math-verify confuses are told apart before it is asked: percent
 signs, digits with a base, thousands separators.
 """
 
@@ -41,20 +41,20 @@ def grade(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{...}`, in one pass; of nested ones the innermost."""
+    r"""The content of the complete `\boxed{...}` that opens last, in one pass over the text."""
     opened: list[int | None] = []
-    content: str | None = None
+    last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
-        token = match.group()
-        if token.startswith("\\boxed"):
+        mark = match.group()
+        if mark.startswith("\\boxed"):
             opened.append(match.end())
-        elif token == "{":
+        elif mark == "{":
             opened.append(None)
-        elif token == "}" and opened:
+        elif mark == "}" and opened:
             start = opened.pop()
-            if start is not None and "\\boxed" not in (inner := text[start : match.start()]):
-                content = inner
-    return content
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return None if last is None else text[slice(*last)]
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -64,9 +64,9 @@ def equal(gold: str, answer: str) -> bool:
         raise ValueError("the expected answer is empty")
     if gold == answer:
         return True
-    gold_based, answer_based = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
-    if gold_based or answer_based:
-        return bool(gold_based and answer_based) and _digits(gold_based) == _digits(answer_based)
+    based = _based(gold), _based(answer)
+    if any(based):
+        return based[0] == based[1]
     if _PERCENT.search(gold) or _PERCENT.search(answer):
         return _equal_percent(gold, answer)
     if _math_equal(gold, answer):
@@ -81,13 +81,14 @@ def _tidy(text: str) -> str:
     return _THIN_SPACE_THOUSANDS.sub("", text)
 
 
-def _digits(match: "re.Match[str] | None") -> tuple[str, str]:
-    assert match is not None
-    return match.group(1).lstrip("0").upper(), match.group(2).lower()
+def _based(text: str) -> tuple[str, str] | None:
+    """Digits and base of something like `1011_2`, else None."""
+    match = _BASED.fullmatch(text)
+    return match and (match.group(1).lstrip("0").upper(), match.group(2).lower())
 
 
 def _equal_percent(gold: str, answer: str) -> bool:
-    """With the sign on one side only, both readings count: 0.4 and 40 are each a fair `40\\%`."""
+    r"""With the sign on one side only, both readings count: 0.4 and 40 are each a fair `40\%`."""
     plain_gold, plain_answer = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
     if _math_equal(plain_gold, plain_answer):
         return True

@@ -5,6 +5,7 @@ next prompt really begin with it; anything else opens a new segment.
 """
 
 import math
+import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ from prorl_gym.tokens.trajectory import Call, Entry, Placement, SegmentTokens, T
 class Recorder:
     """Takes down messages and model calls of one episode, of one agent or of several.
 
-    Plain synchronous code for the event loop's thread. Other threads export a `freeze()`.
+    Synchronous code for one writer at a time: the event loop's thread, or the thread of a plain `def` handler. Any
+    thread may `freeze()` meanwhile.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class Recorder:
         self._parts: list[SegmentTokens] = []
         self._current: dict[str, int] = {}
         self._calls: list[Call] = []
+        self._lock = threading.Lock()
 
     def set_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         """Record the function schemas that the model is shown."""
@@ -40,8 +43,9 @@ class Recorder:
 
     def add_messages(self, messages: Sequence[ChatMessage], *, agent: str = "main") -> None:
         """Record observed messages; partial results show them at once, their ids are known after the next call."""
-        for message in messages:
-            self._pending.setdefault(agent, []).append(self._add(agent, message, None))
+        with self._lock:
+            for message in messages:
+                self._pending.setdefault(agent, []).append(self._add(agent, message, None))
 
     def add_call(self, prompt: Rendered, generation: Generation, parsed: Parsed, *, agent: str = "main") -> None:
         """Record one model call: the new ids of its prompt, what was sampled, and the assistant message read from it.
@@ -78,28 +82,30 @@ class Recorder:
             digest=chain(part.calls[-1].digest if part.calls else None, ids[start:], output),
             recorded_at=time.time(),
         )
-        if index == len(self._parts):
-            self._parts.append(part)
-        part.ids.extend(ids[start:])
-        part.ids.extend(output)
-        part.logprobs.extend(logprobs)
-        part.calls.append(call)
-        self._calls.append(call)
-        self._current[agent] = index
-        for entry, (first, last) in zip(pending, ranges, strict=True):
-            self._placements[entry] = Placement(index, first, last)
-        self._pending[agent] = []
-        self._add(agent, parsed.message, Placement(index, call.output_start, call.end, call))
+        with self._lock:
+            if index == len(self._parts):
+                self._parts.append(part)
+            part.ids.extend(ids[start:])
+            part.ids.extend(output)
+            part.logprobs.extend(logprobs)
+            part.calls.append(call)
+            self._calls.append(call)
+            self._current[agent] = index
+            for entry, (first, last) in zip(pending, ranges, strict=True):
+                self._placements[entry] = Placement(index, first, last)
+            self._pending[agent] = []
+            self._add(agent, parsed.message, Placement(index, call.output_start, call.end, call))
 
     def freeze(self) -> Trajectory:
         """An immutable snapshot, to be exported in any thread; costs a copy of the raw ids, no lists."""
-        return Trajectory(
-            self._tools,
-            tuple(self._entries),
-            tuple(self._placements),
-            tuple(part.copy() for part in self._parts),
-            tuple(self._calls),
-        )
+        with self._lock:
+            return Trajectory(
+                self._tools,
+                tuple(self._entries),
+                tuple(self._placements),
+                tuple(part.copy() for part in self._parts),
+                tuple(self._calls),
+            )
 
     def messages(self, token_ids: bool = True) -> list[dict[str, Any]]:
         """See `Trajectory.messages`."""

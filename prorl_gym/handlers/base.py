@@ -8,13 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from prorl_gym.config.models import ProrlConfig
 from prorl_gym.errors import Stage
 from prorl_gym.runtimes.base import Runtime, SandboxSpec
 from prorl_gym.tokens.recorder import Recorder
 from prorl_gym.types import JobRequest, StopReason
+
+Lifetime = Literal["stage", "end"]
+"""How long an adopted resource lives; see `Job.adopt`."""
 
 
 @runtime_checkable
@@ -89,12 +92,16 @@ class Job:
         """Publish progress on `/jobs/{id}/events`; cheap, never blocks, fields are JSON-serialisable."""
         self._hooks.emit(event, fields)
 
-    def adopt(self, resource: Stoppable) -> None:
-        """Have the pipeline stop `resource` when the current stage's scope ends: INIT's live until RUN has ended.
+    def adopt(self, resource: Stoppable, *, until: Lifetime = "stage") -> None:
+        """Have the pipeline stop `resource`, however the job ends.
 
         Call it *before* starting the resource, so that a cancel in the middle of the start leaves nothing behind.
+
+        Args:
+            resource: Stopped once; a second adoption of the same is harmless.
+            until: `stage` is the end of the current stage's scope, INIT's being that of RUN; `end` is the job's end.
         """
-        self._hooks.adopt(resource)
+        self._hooks.adopt(resource, until)
 
     def warn(self, message: str) -> None:
         """Add a line to the result's `warnings`."""
@@ -112,7 +119,7 @@ class JobHooks(Protocol):
         """See `Job.emit`."""
         ...
 
-    def adopt(self, resource: Stoppable) -> None:
+    def adopt(self, resource: Stoppable, until: Lifetime) -> None:
         """See `Job.adopt`."""
         ...
 

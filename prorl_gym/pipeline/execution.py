@@ -14,7 +14,7 @@ from typing import Any
 
 from prorl_gym.config.models import PipelineConfig
 from prorl_gym.errors import HandlerError, JobError, Stage, StageTimeout
-from prorl_gym.handlers.base import AgentHandler, Job, Prepared, RunOutput, Stoppable
+from prorl_gym.handlers.base import AgentHandler, Job, Lifetime, Prepared, RunOutput, Stoppable
 from prorl_gym.logs import log_context
 from prorl_gym.pipeline.calls import CallFacilities, HandlerCall, OutOfTime, as_job_error, is_default
 from prorl_gym.pipeline.gate import Gate
@@ -67,6 +67,7 @@ class Execution:
         self._job = Job(ticket.id, ticket.task, request, self)
         self._timer = PausableTimer(request.timeout_s or shared.config.timeout_s)
         self._scope = ResourceScope(ticket.id, shared.calls.leftovers, self._loop)
+        self._whole_scope = ResourceScope(ticket.id, shared.calls.leftovers, self._loop)
         self._times = StageTimes()
         self._stage: Stage | None = None
         self._holds_allowance = False
@@ -97,6 +98,8 @@ class Execution:
             self._fail(as_job_error(error, self._stage or "init"))
             self._score = _MASKED
             self._conclude(self._outcome())
+        finally:
+            await self._whole_scope.close()
 
     async def _through_the_stages(self) -> None:
         try:
@@ -368,9 +371,10 @@ class Execution:
         else:
             self._loop.call_soon_threadsafe(self._ticket.events.append, event, fields)
 
-    def adopt(self, resource: Stoppable) -> None:
+    def adopt(self, resource: Stoppable, until: Lifetime) -> None:
         """See `Job.adopt`."""
-        self._scope.adopt(resource)
+        scope = self._whole_scope if until == "end" else self._scope
+        scope.adopt(resource)
 
     def warn(self, message: str) -> None:
         """See `Job.warn`."""

@@ -14,6 +14,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from prorl_gym import errors
+from prorl_gym.client.lanes import Lanes
 from prorl_gym.errors import ConfigError, QueueFull, RequestError, ServiceError, ServiceUnreachable
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Connection:
         self._http = httpx.AsyncClient(
             base_url=address,
             headers=headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3.0),
+            transport=Lanes(tls=address.startswith("https://")),
             trust_env=False,
             follow_redirects=False,
         )

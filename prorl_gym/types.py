@@ -75,11 +75,11 @@ _TERMINATED = frozenset({StopReason.ANSWERED, StopReason.SUBMITTED, StopReason.E
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class _Reply(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 def _one_or_many(value: object) -> object:

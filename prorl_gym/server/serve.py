@@ -7,29 +7,27 @@ every waiter answered; when the event loop itself is stuck, a thread ends the pr
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-
-import uvicorn
+from typing import Any
 
 from prorl_gym.config.models import ProrlConfig
-from prorl_gym.server.app import create_app
-from prorl_gym.server.listener import address_of, bind, published
+from prorl_gym.server.http_server import HttpServer
+from prorl_gym.server.listener import bind, published
 from prorl_gym.server.service import Service
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-HTTP_GRACE_S = 2
-"""For connections to take their last answer, once no job is left."""
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: the side that sends next should be the one that closes."""
+FORCED_S = 3.0
+"""From the second signal to the end of the process."""
 
 
 def serve(config: ProrlConfig) -> int:
@@ -42,10 +40,12 @@ def serve(config: ProrlConfig) -> int:
         ConfigError: It cannot come up like this; says what helps.
     """
     raise_file_limit()
-    process = _Process(config)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        clean = runner.run(process.run())
-    process.watchdog.cancel()
+    watchdog = _Watchdog()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            clean = runner.run(_Process(config, watchdog).run())
+    finally:
+        watchdog.disarm()
     return 0 if clean else 1
 
 
@@ -55,19 +55,35 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers."""
+class _Watchdog:
+    """Ends the process, from a thread of its own, when the time is over."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+        self._due = math.inf
+
+    def arm(self, after_s: float) -> None:
+        """End the process in so many seconds, or earlier where that was said before."""
+        due = time.monotonic() + after_s
+        if due >= self._due:
+            return
+        self.disarm()
+        self._due = due
+        self._timer = threading.Timer(after_s, _give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def disarm(self) -> None:
+        """Let the process live."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = math.inf
 
 
 class _Process:
-    def __init__(self, config: ProrlConfig) -> None:
+    def __init__(self, config: ProrlConfig, watchdog: _Watchdog) -> None:
         self._config = config
-        self.watchdog = threading.Timer(config.server.shutdown_s, _give_up)
-        self.watchdog.daemon = True
+        self._watchdog = watchdog
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
 
@@ -76,55 +92,60 @@ class _Process:
         service = Service(self._config)
         listener = bind(self._config.server, has_token=service.token is not None)
         with contextlib.closing(listener), self._handling_signals():
-            starting = asyncio.create_task(service.start())
-            if not await self._unless_stopped(starting):
-                self._arm_watchdog()
-                await service.stop()
-                return True
-            return await self._serve(service, listener)
+            try:
+                if not await self._unless_signalled(asyncio.create_task(service.start())):
+                    return True
+                return await self._serve(service, HttpServer(service, listener))
+            finally:
+                self._watchdog.arm(self._config.server.shutdown_s)
+                if not self._forced.is_set():
+                    await service.stop()
 
-    async def _serve(self, service: Service, listener: socket.socket) -> bool:
-        server = _Server(self._uvicorn_config(service))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        asked = asyncio.create_task(service.exit_requested())
-        address = address_of(listener)
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.001)  # noqa: ASYNC110 - uvicorn offers a flag, no event; it takes a few of these
+    async def _serve(self, service: Service, http: HttpServer) -> bool:
+        await http.start()
         try:
-            with published(address, self._config.server.address_file):
-                _announce(address)
-                await self._first_of(asked, serving)
-                clean = await self._shut_down(service, asked)
-                server.should_exit = True
-                server.force_exit = self._forced.is_set()
-                await asyncio.wait((serving,))
-                return clean and not self._forced.is_set()
+            with published(http.address, self._config.server.address_file):
+                _announce(http.address)
+                drain_s = await self._until_asked(service, http)
+                if drain_s != 0.0:
+                    log.info("draining")
+                    stopping = asyncio.create_task(service.pipeline.stop(drain=True, deadline_s=drain_s))
+                    await self._unless_signalled(stopping)
+                clean = await self._shut_down(service)
+        finally:
+            await http.stop(force=self._forced.is_set())
+        return clean
+
+    async def _until_asked(self, service: Service, http: HttpServer) -> float | None:
+        """Wait until somebody wants the end; gives how long jobs may take to end by themselves."""
+        asked = asyncio.create_task(service.exit_requested())
+        closed = asyncio.create_task(http.closed())
+        try:
+            await self._signalled_or(asked, closed)
+            return asked.result() if asked.done() else 0.0
         finally:
             asked.cancel()
-            await service.stop()
+            closed.cancel()
 
-    async def _shut_down(self, service: Service, asked: "asyncio.Task[float | None]") -> bool:
+    async def _shut_down(self, service: Service) -> bool:
         """End jobs, sandboxes and every other part, while HTTP still answers."""
-        if not self._stop.is_set() and asked.done() and asked.result() != 0.0:
-            log.info("draining")
-            drain = asyncio.create_task(service.pipeline.stop(drain=True, deadline_s=asked.result()))
-            await self._unless_stopped(drain)
         log.info("stopping")
-        self._arm_watchdog()
+        self._watchdog.arm(self._config.server.shutdown_s)
         stopping = asyncio.create_task(service.stop())
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait((stopping, forced), return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
-        if not stopping.done():
-            stopping.cancel()
-            await asyncio.wait((stopping,), timeout=1.0)
-            return False
-        stopping.result()
-        return not service.leftovers()
+        if stopping.done():
+            stopping.result()
+            return not service.leftovers()
+        log.warning("cutting the stop short")
+        stopping.cancel()
+        await asyncio.wait((stopping,), timeout=1.0)
+        return False
 
-    async def _unless_stopped(self, task: "asyncio.Task[None]") -> bool:
+    async def _unless_signalled(self, task: "asyncio.Task[None]") -> bool:
         """Wait for `task` to succeed; a signal cancels it and gives False."""
-        await self._first_of(task)
+        await self._signalled_or(task)
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
@@ -133,7 +154,7 @@ class _Process:
         task.result()
         return True
 
-    async def _first_of(self, *tasks: "asyncio.Task[object]") -> None:
+    async def _signalled_or(self, *tasks: "asyncio.Task[Any]") -> None:
         signalled = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((signalled, *tasks), return_when=asyncio.FIRST_COMPLETED)
@@ -146,14 +167,12 @@ class _Process:
 
         Plain handlers, not the loop's: they run also while a handler's code holds the event loop.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         loop = asyncio.get_running_loop()
+        steps = [(self._stop, self._config.server.shutdown_s), (self._forced, FORCED_S)]
 
         def on_signal(signum: int, frame: FrameType | None) -> None:
-            event = self._forced if self.watchdog.is_alive() else self._stop
-            self._arm_watchdog()
+            event, limit_s = steps.pop(0) if len(steps) > 1 else steps[0]
+            self._watchdog.arm(limit_s)
             loop.call_soon_threadsafe(event.set)
 
         before = {signum: signal.signal(signum, on_signal) for signum in SIGNALS}
@@ -162,28 +181,6 @@ class _Process:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-    def _arm_watchdog(self) -> None:
-        if not self.watchdog.is_alive():
-            self.watchdog.start()
-
-    def _uvicorn_config(self, service: Service) -> uvicorn.Config:
-        return uvicorn.Config(
-            create_app(service),
-            http="httptools",
-            loop="none",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=self._config.server.access_log,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=4096,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=HTTP_GRACE_S,
-        )
 
 
 def _announce(address: str) -> None:

@@ -65,9 +65,9 @@ class Service:
             kinds = runtime_kinds(self.config)
             if kinds:
                 await self.runtimes.prepare(kinds)
-            await self.runtimes.sweep()
+            self.runtimes.sweep()
+            hide(os.environ.get(self.config.backend.api_key_env or ""))
             await self.backends.start()
-            await self._register_configured_backends()
             await self.handlers.start()
             if self.config.server.autostart:
                 await self.pipeline.start()
@@ -147,15 +147,6 @@ class Service:
 
     def _context(self, task: str) -> HandlerContext:
         return HandlerContext(task=task, config=self.config, policy=self.policy, sandbox=self.runtimes.create)
-
-    async def _register_configured_backends(self) -> None:
-        backend = self.config.backend
-        dialect = None if backend.dialect == "auto" else backend.dialect
-        hide(os.environ.get(backend.api_key_env or ""))
-        async with asyncio.TaskGroup() as group:
-            for address in backend.addresses:
-                body = AddLlmServer(address=address, dialect=dialect, api_key_env=backend.api_key_env)
-                group.create_task(self.add_llm_server(body))
 
 
 def read_token(config: ProrlConfig) -> str | None:

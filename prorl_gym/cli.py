@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prorl_gym import __version__
-from prorl_gym.errors import ConfigError
+from prorl_gym.errors import ConfigError, ProrlGymError
 
+EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
@@ -57,12 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         sys.stderr.write(f"error: {e}\n")
         return EXIT_CONFIG
+    except ProrlGymError as e:
+        sys.stderr.write(f"error: {e}\n")
+        return EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe has gone; nothing is left to say, also at exit
-        return 1
+        return EXIT_FAILED
 
 
 def _run(given: list[str]) -> int:

@@ -65,9 +65,9 @@ class Vocabulary:
         self.control: Mapping[str, ControlToken] = {
             token.text: token for token in control if len(token.text) > 1 and token.text.strip()
         }
-        self._buckets: dict[str, list[str]] = {}
-        for text in sorted(self.control, key=len, reverse=True):
-            self._buckets.setdefault(text[:2], []).append(text)
+        self._lengths: dict[str, list[int]] = {}
+        for length, beginning in sorted({(len(text), text[:2]) for text in self.control}, reverse=True):
+            self._lengths.setdefault(beginning, []).append(length)
         first = "".join(re.escape(character) for character in sorted({text[0] for text in self.control}))
         self._may_begin = re.compile(f"[{first}]" if first else r"(?!)")
 
@@ -190,8 +190,8 @@ class Vocabulary:
         return list(range(len(text))) if told is None else told[1]
 
     def _match(self, text: str, at: int) -> str | None:
-        for candidate in self._buckets.get(text[at : at + 2], ()):
-            if text.startswith(candidate, at):
+        for length in self._lengths.get(text[at : at + 2], ()):
+            if (candidate := text[at : at + length]) in self.control:
                 return candidate
         return None
 

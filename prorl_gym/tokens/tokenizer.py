@@ -21,7 +21,7 @@ class _FastPlain:
         settings["added_tokens"] = [added for added in settings["added_tokens"] if not _is_control(added["content"])]
         settings["truncation"] = settings["padding"] = None
         self._plain = Tokenizer.from_str(json.dumps(settings))
-        self._full = Tokenizer.from_str(serialized)
+        self._full = backend
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
@@ -66,6 +66,8 @@ class _SlowPlain:
 def load_vocabulary(tokenizer: Any) -> Vocabulary:
     """Wrap a tokenizer of transformers.
 
+    Added tokens that are words of the vocabulary as well, and not special, are ordinary tokens here too.
+
     Raises:
         ConfigError: It makes control tokens of ordinary text, whatever it is told.
     """
@@ -75,13 +77,14 @@ def load_vocabulary(tokenizer: Any) -> Vocabulary:
         ControlToken(id_, added.content, lstrip=added.lstrip, rstrip=added.rstrip)
         for id_, added in tokenizer.added_tokens_decoder.items()
     ]
-    vocabulary = Vocabulary(plain, control)
-    if leaks := vocabulary.leaks():
+    special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+    leaks = set(Vocabulary(plain, control).leaks())
+    if forged := sorted(leaks & special):
         raise ConfigError(
-            f"policy.tokenizer: {type(tokenizer).__name__} turns the plain text {leaks[0]!r} into a control token, so "
+            f"policy.tokenizer: {type(tokenizer).__name__} turns the plain text {forged[0]!r} into a control token, so "
             "tool output could forge a conversation. Use a model with a tokenizer.json of the `tokenizers` library."
         )
-    return vocabulary
+    return Vocabulary(plain, [token for token in control if token.text not in leaks])
 
 
 def _is_control(text: str) -> bool:

@@ -32,8 +32,6 @@ MAX_REPLY_BYTES = 16 << 20
 RECYCLE_AFTER = 2_000
 """Requests per worker: caches of a symbolic library must not add up to the memory bound."""
 REAP_TIMEOUT_S = 5.0
-PYTHON_FOLDERS = tuple(dict.fromkeys((Path(sys.prefix), Path(sys.base_prefix))))
-"""What the interpreter needs beside the system's libraries; a virtual environment and the Python it was made from."""
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108
 
 
@@ -144,7 +142,7 @@ class GraderPool:
         code = Path(grader_worker.__file__)
         command = (sys.executable, "-I", str(code), str(self.grader), str(self._memory_bytes or 0))
         if self._confine is not None:
-            command = tuple(self._confine(command, (code, self.grader.parent, *PYTHON_FOLDERS)))
+            command = tuple(self._confine(command, (code, self.grader.parent)))
         self._alive = {worker for worker in self._alive if worker.alive}
         worker = await _Worker.start(command)
         self._alive.add(worker)

@@ -1,12 +1,12 @@
 """One agent's way through one task: the row, the tools, the policy, and the record of it all."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from prorl_gym.backends.base import LlmSession
 from prorl_gym.config.models import SamplingDefaults
-from prorl_gym.rollout.budget import context_budget
+from prorl_gym.rollout.budget import context_budget, generate_params
 from prorl_gym.rollout.conversation import Conversation
 from prorl_gym.rollout.toolbox import Toolbox
 from prorl_gym.tokens.base import ChatRenderer
@@ -77,13 +77,22 @@ class Episode:
         self.tools: Sequence[ToolSpec] = toolbox.specs
         self.schemas = [spec.schema() for spec in self.tools]
         self._toolbox = toolbox
-        self._answer = ""
         recorder.set_tools(self.schemas)
 
     @property
     def turns(self) -> int:
         """Model calls so far, of all agents."""
         return self.recorder.num_turns
+
+    def provenance(self) -> dict[str, Any]:
+        """Whose tokens these are and how they are sampled, JSON-serialisable."""
+        params = generate_params(self.sampling, self.defaults, max_tokens=self.budget.max_tokens, stop_token_ids=())
+        return {
+            "model": self.session.model,
+            "renderer": self.renderer.name,
+            "tokenizer_digest": self.renderer.digest(),
+            "sampling": {**asdict(params), "max_model_len": self.budget.max_model_len, "max_turns": self.max_turns},
+        }
 
     def converse(self, messages: Sequence[ChatMessage], *, agent: str = "main") -> Conversation:
         """Open a conversation; each has token segments of its own."""

@@ -18,6 +18,8 @@ from prorl_gym.tools.sandbox import SANDBOX_TOOLS, check_arguments
 from prorl_gym.tools.spec import ToolReply, ToolSpec
 from prorl_gym.tools.submit import SUBMIT
 
+AGENT_TOOLS = {**SANDBOX_TOOLS, SUBMIT.name: SUBMIT}
+"""What an agent's `tools` may name."""
 MAX_REPLY_CHARACTERS = 64_000
 """Of a resources server's tool, before its tokens are counted; a sandbox bounds its own."""
 
@@ -41,7 +43,7 @@ class Toolbox:
 
     def __post_init__(self) -> None:
         """Line the specs up: the agent's own first."""
-        own = [SUBMIT if name == SUBMIT.name else SANDBOX_TOOLS[name] for name in self.names]
+        own = (AGENT_TOOLS[name] for name in self.names)
         for spec in (*own, *self.session_tools):
             self._specs.setdefault(spec.name, spec)
 

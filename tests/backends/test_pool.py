@@ -249,7 +249,7 @@ async def test_tasks_wait_for_the_first_add_with_the_timer_paused_and_spread(mak
 
 
 async def test_waiting_for_an_add_has_a_bound(make_pool: MakePool, waits: Waits) -> None:
-    with pytest.raises(BackendError, match="no backend was registered for policy 'default' within 0.1 s"):
+    with pytest.raises(BackendError, match=r"no backend was registered for policy 'default' within 0\.1 s"):
         await one_call(make_pool(wait_s=0.1), waits)
 
 
@@ -261,7 +261,7 @@ async def test_backends_that_are_all_dead_end_the_call_within_the_bound_and_paus
         pass
     await pool.add(llm.address)
     began = time.monotonic()
-    with pytest.raises(BackendError, match="no backend .* is healthy: http://.*no connection"):
+    with pytest.raises(BackendError, match=r"no backend .* is healthy: http://.*no connection"):
         await one_call(pool, waits)
     assert 0.4 < time.monotonic() - began < 3
     assert waits.reasons == []

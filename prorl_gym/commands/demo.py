@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from prorl_gym.commands.child import ChildProcess
     from prorl_gym.commands.rollout_file import RolloutFile
 
 _HELP = """\
 usage: python -m prorl_gym demo [KEY=VALUE ...]
 
-Gets a small model, starts the in-box inference server and the service, rolls out 8 math problems twice each with IPython
-in bubblewrap sandboxes, prints what happened, writes rollouts.jsonl here, checks it with `verify`, and ends everything.
+Gets a small model, starts the in-box inference server and the service, rolls out 8 math problems twice each with
+IPython in bubblewrap sandboxes, prints what happened, writes rollouts.jsonl here, checks it with `verify`, and ends
+everything that it started.
 
 Environment variables:
   DEMO_MODEL     smollm2 (the default), a local folder, or a hub id

@@ -103,19 +103,17 @@ class _Expansion:
         own = dict(node)
         inherited, copied = own.pop("_inherit_from", None), own.pop("_copy", None)
         unwanted = {key.strip() for key in str(own.pop("_delete_key", "")).split(",")} - {""}
-        present = unwanted & own.keys()
-        built = {key: self.build(value, f"{path}.{key}") for key, value in own.items() if key not in present}
         for source, moves in ((copied, False), (inherited, True)):
             if source is not None:
                 base = self._source(str(source), moves=moves, path=path)
                 if not isinstance(base, dict):
                     raise ConfigError(f"{path}: {source!r} is a plain value, it cannot be merged with keys")
-                built = merged(base, built)
-        for key in unwanted - present:
-            if key not in built:
-                raise ConfigError(f"{path}._delete_key: there is no {key!r}{did_you_mean(key, map(str, built))}")
-            del built[key]
-        return built
+                own = merged(base, own)  # before the keys inside are built: their directives see what was inherited
+        missing = unwanted - own.keys()
+        if missing and (inherited or copied):
+            key = min(missing)
+            raise ConfigError(f"{path}._delete_key: there is no {key!r}{did_you_mean(key, map(str, own))}")
+        return {key: self.build(value, f"{path}.{key}") for key, value in own.items() if key not in unwanted}
 
     def _source(self, source: str, *, moves: bool, path: str) -> Any:
         if source in self._open:

@@ -160,7 +160,8 @@ class Execution:
             if not isinstance(prepared, Prepared):
                 raise HandlerError(f"init returned {type(prepared).__name__}, not Prepared", stage="init")
             if prepared.runtime is not None and not hasattr(prepared.runtime, "stop"):
-                raise HandlerError(f"init returned a runtime, {type(prepared.runtime).__name__}, without stop()")
+                kind = type(prepared.runtime).__name__
+                raise HandlerError(f"init returned a runtime, {kind}, without stop()", stage="init")
         except JobError as error:
             self._fail(error)
             await self._callback(self._handler.init_exception, error)

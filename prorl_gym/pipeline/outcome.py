@@ -89,12 +89,14 @@ class Outcome:
         """What `final_result` is handed: the result without its heavy parts, but with the artifacts as they are."""
         return {**self._core(), "artifacts": dict(self.artifacts)}
 
-    def rewritten(self, result: Mapping[str, Any]) -> "Outcome":
+    def rewritten(self, result: object) -> "Outcome":
         """This outcome with the fields of `REWRITABLE` taken from `result`.
 
         Raises:
             TypeError: One of them is not what it has to be; says which.
         """
+        if not isinstance(result, Mapping):
+            raise TypeError(f"it returned {type(result).__name__}, not the result")
         new = {name: result[name] for name in REWRITABLE if name in result}
         for name in new.keys() & {"reward_components", "artifacts", "provenance"}:
             if not isinstance(new[name], Mapping):

@@ -154,9 +154,9 @@ class Pipeline:
             raise NotRunning(f"the pools are {self.state}")
         task, handler = self._handlers.resolve(request)
         _check(task, handler, request)
-        gate = self._gates["init"]
-        if gate.waiting >= self._config.max_queued:
-            raise QueueFull(f"{gate.waiting} jobs wait already", retry_after_s=self._seconds_per_admission())
+        queued = self._jobs[JobStatus.QUEUED]
+        if queued >= self._config.max_queued:
+            raise QueueFull(f"{queued} jobs wait already", retry_after_s=self._seconds_per_admission())
         ticket = Ticket(request.job_id or uuid.uuid4().hex, task, request)
         self._total += 1
         self._jobs[ticket.status] += 1
@@ -281,7 +281,7 @@ class Pipeline:
 
     def _seconds_per_admission(self) -> float:
         """After how long, on the average so far, a place in the queue becomes free."""
-        admitted = self._total - self._gates["init"].waiting
+        admitted = self._total - self._jobs[JobStatus.QUEUED]
         average = (time.monotonic() - self._admitting_since) / max(1, admitted)
         return min(max(average, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
 

@@ -7,7 +7,6 @@ conversation is proven in `proof` before a renderer is handed out.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +50,7 @@ class TemplateRenderer(ChatRenderer):
         Raises:
             TemplateRefusal: The template cannot render the simplest conversation in this layout.
         """
-        self.name = f"template-difference:{layout.tools}-{layout.calls}"
+        self.name = f"template-difference:{layout.tools}-{layout.calls}{',thinking=keep' if keep_thinking else ''}"
         self.vocabulary = vocabulary
         self.template = template
         self.layout = layout
@@ -91,10 +90,8 @@ class TemplateRenderer(ChatRenderer):
     ) -> Rendered:
         """See `ChatRenderer.extend`."""
         if self._rewrites(history, new):
-            whole = self.start([*history, *new], tools, enable_thinking=enable_thinking)
-            return replace(whole, spans=whole.spans[len(history) :], append_only=False)
-        text = self.difference(new, tools, enable_thinking=enable_thinking)
-        edges = self._edges([self.difference(new[:count], tools, generate=False) for count in range(1, len(new))], text)
+            return self._rewritten(history, new, tools, enable_thinking)
+        text, edges = self._addition(new, tools, enable_thinking)
         added, positions = self.vocabulary.encode_at(text, edges or ())
         if self.close_id is not None and output_ids and output_ids[-1] == self.close_id:
             added = added[1:]
@@ -184,6 +181,31 @@ class TemplateRenderer(ChatRenderer):
         if not asked.startswith(told):
             raise TemplateRefusal("its generation prompt changes the messages before it")
         return asked[len(told) :]
+
+    def _addition(
+        self, new: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], enable_thinking: bool | None
+    ) -> tuple[str, list[int] | None]:
+        """The text that new messages add, and where in it each after the first begins."""
+        text = self.difference(new, tools, enable_thinking=enable_thinking)
+        beginnings = [self.difference(new[:count], tools, generate=False) for count in range(1, len(new))]
+        return text, self._edges(beginnings, text)
+
+    def _rewritten(
+        self,
+        history: Sequence[ChatMessage],
+        new: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        enable_thinking: bool | None,
+    ) -> Rendered:
+        """The whole conversation anew; what the new messages add is its end, past the assistant's end of turn."""
+        text = self.text([*history, *new], tools, enable_thinking=enable_thinking)
+        addition, edges = self._addition(new, tools, enable_thinking)
+        if edges is None or not text.endswith(addition):
+            return Rendered(self.vocabulary.encode(text), append_only=False)
+        base = len(text) - len(addition)
+        close = next((t.text for t in self.vocabulary.control.values() if t.id == self.close_id), "")
+        ids, positions = self.vocabulary.encode_at(text, [base + len(close), *(base + edge for edge in edges)])
+        return Rendered(ids, tuple(pairwise([*(positions or ()), len(ids)])), append_only=False)
 
     def _generation_prompts(self) -> list[tuple[list[int], bool]]:
         """The ids of each generation prompt, longest first, and whether it leaves a reasoning block open."""

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_gym.config.models import PolicyConfig
+from prorl_gym.tokens.loading import load_renderer
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl_gym"
 
 
@@ -47,3 +50,13 @@ def smollm2_folder() -> Path:
     if not folder.is_dir():
         pytest.skip("SmolLM2 is not prepared: run `python scripts/prepare_model.py`")
     return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_template(qwen3_folder):
+    return load_renderer(PolicyConfig(renderer="template"), str(qwen3_folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder):
+    return load_renderer(PolicyConfig(), str(smollm2_folder))

@@ -97,6 +97,41 @@ async def test_init_and_run_resources_are_stopped_before_eval_and_evals_own_afte
     assert (live.now, live.most) == (0, 3)
 
 
+@pytest.mark.parametrize("end", ["well", "init", "run", "cancel"])
+async def test_what_is_adopted_until_the_jobs_end_outlives_every_stage_and_nothing_else(serve, end):
+    live, seen = Live(), []
+
+    class Sessioned(Staged):
+        async def init(self, job: Job) -> Prepared:
+            job.adopt(Sandbox(live), until="end")
+            if end == "init":
+                raise ValueError
+            return await super().init(job)
+
+        async def run(self, job: Job, prepared: Prepared) -> RunOutput:
+            if end == "run":
+                raise ValueError
+            return await super().run(job, prepared)
+
+        async def eval(self, job: Job, run_output: RunOutput) -> EvalOutput:
+            seen.append(live.now)
+            return await super().eval(job, run_output)
+
+        def final_result(self, job: Job, result: dict[str, Any]) -> dict[str, Any]:
+            seen.append(live.now)
+            return result
+
+    handler = Sessioned(*["eval"] * (end == "cancel"))
+    pipeline = await serve(handler)
+    ticket = pipeline.submit(request_of(job_id="j"))
+    if end == "cancel":
+        await handler.inside["eval"].wait()
+        pipeline.cancel(job_ids=["j"])
+    await ended(ticket)
+    await until(lambda: live.now == 0)
+    assert seen == {"well": [1, 1], "init": [1], "run": [1, 1], "cancel": [1]}[end]
+
+
 async def test_what_final_result_rewrites_is_kept_and_what_is_not_its_own_is_not(serve):
     class Rewriting(Quick):
         def final_result(self, job: Job, result: dict[str, Any]) -> dict[str, Any]:

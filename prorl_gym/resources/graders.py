@@ -232,8 +232,8 @@ class _Worker:
         if not line.endswith(b"\n"):
             raise EvaluationError("the grader process died", stage="eval")
         try:
-            reply = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            reply = json.loads(line)  # a lone surrogate may come back, which orjson refuses
+        except ValueError as error:
             raise EvaluationError(f"the grader's reply is no JSON: {error}", stage="eval") from error
         if not isinstance(reply, dict):
             raise EvaluationError("the grader's reply is no JSON object", stage="eval")

@@ -53,7 +53,7 @@ class MathServer(ResourcesServer):
         try:
             graded = await self._graders.grade({"answer": outcome.answer, "expected": expected})
         except GraderLimit as error:
-            await self._graders.grade({"answer": f"\\boxed{{{expected}}}", "expected": expected})
+            await self._graders.grade({"answer": None, "expected": expected})
             return Verdict(0.0, resolved=False, components={"correct": 0.0, "detail": {f"eval_{error.limit}": True}})
         correct = bool(graded["correct"])
         components = {"correct": float(correct), "detail": {"extracted": graded["extracted"]}}

@@ -26,11 +26,14 @@ logging.disable(logging.CRITICAL)
 
 
 def grade(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer `{answer, expected}` with `{extracted: str | None, correct: bool}`.
+    """Answer `{answer, expected}` with `{extracted: str | None, correct: bool}`; no answer only tries the expected one.
 
     Raises:
         ValueError: The expected answer itself cannot be read.
     """
+    if request["answer"] is None:
+        gold = _tidy(request["expected"])
+        return {"extracted": None, "correct": _math_equal(gold, gold)}
     extracted = last_boxed(request["answer"])
     if extracted is None:
         return {"extracted": None, "correct": False}

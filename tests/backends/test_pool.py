@@ -367,6 +367,26 @@ async def test_clear_park_drains_and_next_calls_wait_with_the_timer_paused(make_
             assert (await call).versions == (VersionSpan(0, 1, 2),)
 
 
+async def test_an_engine_abort_while_parked_goes_on_after_the_next_add(make_pool: MakePool, waits: Waits) -> None:
+    """How a trainer swaps weights at once and loses no token: park, have the engine abort, load, add."""
+    pool = make_pool()
+    replies = [Reply(ids=(7, 8), hold=True, finish_reason="abort"), Reply(ids=(9,))]
+    async with ScriptedLlm(replies) as llm:
+        await pool.add(llm.address, policy_version=1)
+        call = asyncio.create_task(one_call(pool, waits))
+        await llm.until(lambda server: server.in_flight == 1)
+        clear = asyncio.create_task(pool.clear("park"))
+        await asyncio.sleep(0)
+        llm.release()
+        await clear
+        await until(lambda: waits.paused)
+        await pool.add(llm.address, policy_version=2)
+        generation = await call
+    assert generation.output_ids == [7, 8, 9]
+    assert generation.versions == (VersionSpan(0, 2, 1), VersionSpan(2, 3, 2))
+    assert list(llm.requests[1].prompt_ids) == [*PROMPT, 7, 8]
+
+
 async def test_clear_park_sends_nothing_that_waited_for_a_slot(make_pool: MakePool, waits: Waits) -> None:
     pool = make_pool(max_calls_per_backend=1)
     async with ScriptedLlm(Reply(ids=(7,), hold=True)) as llm:

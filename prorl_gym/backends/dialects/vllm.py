@@ -120,10 +120,9 @@ def _logprobs(value: object, count: int) -> list[float]:
         raise ContradictoryReply("the reply holds no logprobs")
     if len(logprobs) != count:
         raise ContradictoryReply(f"{count} ids came with {len(logprobs)} logprobs")
-    for position, logprob in enumerate(logprobs):
-        if type(logprob) not in {float, int} or not math.isfinite(logprob):
-            raise ContradictoryReply(f"logprobs[{position}] is {logprob!r}, which is no finite number")
-    return [float(logprob) for logprob in logprobs]
+    if not set(map(type, logprobs)) <= {float, int} or not all(map(math.isfinite, logprobs)):
+        raise ContradictoryReply("logprobs holds something that is no finite number")
+    return list(map(float, logprobs))
 
 
 def _check_usage(usage: object, prompt_tokens: int, completion_tokens: int) -> None:

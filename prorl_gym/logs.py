@@ -58,7 +58,7 @@ def log_context(*, job_id: str | None = None, stage: str | None = None) -> Itera
 def hide(secret: str | None) -> None:
     """Never let `secret` be logged. Values under 4 characters would blank out ordinary text, and are let through."""
     if secret and len(secret) >= 4:
-        _hidden.add(secret)
+        _hidden.update((secret, json.dumps(secret)[1:-1]))
 
 
 def redact(text: str) -> str:

@@ -73,6 +73,9 @@ class HttpServer:
         self._uvicorn.leaving.set()
         self._uvicorn.force_exit = force
         await self.closed()
+        for connection in list(self._uvicorn.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 def _config(service: Service) -> uvicorn.Config:

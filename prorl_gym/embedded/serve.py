@@ -1,4 +1,7 @@
-"""The life of the server process: bind, load, serve, and end in under two seconds whatever the model is doing."""
+"""The life of the server process: bind, load, serve, and end in under two seconds whatever the model is doing.
+
+torch is imported once the address is ours and the parent is watched: it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,15 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from aiohttp import web
 
 from prorl_gym.embedded import model_prep
-from prorl_gym.embedded.api import Api
-from prorl_gym.embedded.engine import Engine
-from prorl_gym.embedded.metrics import Metrics
-from prorl_gym.embedded.model import load
 from prorl_gym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prorl_gym.embedded.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -50,32 +52,39 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of the watched descriptor.
+    """Serve until SIGTERM, SIGINT, or the end of the watched descriptor; then the process ends with code 0.
 
     Raises:
         ConfigError: The address is taken, or the model cannot be served.
     """
     if options.watch_fd is not None:
         _watch(options.watch_fd)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     with _bind(options.host, options.port) as listener:
         folder = str(model_prep.prepare(options.model))
-        loaded = load(folder, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
-        name = options.served_model_name or folder
-        metrics = Metrics(name)
-        engine = Engine(loaded, max_batch=options.max_num_seqs, metrics=metrics)
-        api = Api(engine, loaded, metrics, model=name)
-        engine.start()
-        stopped = asyncio.run(_serve(api.application(), engine, listener, options.address_file))
-    if not stopped:
-        log.warning("the engine is still in a step: leaving without it")
-        logging.shutdown()
-        os._exit(0)
+        _load_and_serve(options, folder, listener)
 
 
-async def _serve(app: web.Application, engine: Engine, listener: socket.socket, address_file: Path | None) -> bool:
-    """Serve until a signal; False when the engine's thread did not end in time."""
+def _load_and_serve(options: ServeOptions, folder: str, listener: socket.socket) -> None:
+    import torch
+
+    from prorl_gym.embedded.api import Api
+    from prorl_gym.embedded.engine import Engine
+    from prorl_gym.embedded.metrics import Metrics
+    from prorl_gym.embedded.model import load
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    loaded = load(folder, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
+    name = options.served_model_name or folder
+    metrics = Metrics(name)
+    engine = Engine(loaded, max_batch=options.max_num_seqs, metrics=metrics)
+    api = Api(engine, loaded, metrics, model=name)
+    engine.start()
+    asyncio.run(_serve(api.application(), engine, listener, options.address_file))
+
+
+async def _serve(app: web.Application, engine: Engine, listener: socket.socket, address_file: Path | None) -> NoReturn:
+    """Serve until a signal, then answer calls in flight with 503 and end the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,9 +100,13 @@ async def _serve(app: web.Application, engine: Engine, listener: socket.socket, 
             _write_whole(address_file, address)
         await stop.wait()
         log.info("stopping")
-        return await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+        if not await asyncio.to_thread(engine.stop, ENGINE_STOP_S):
+            log.warning("the engine is still in a step: leaving without it")
     finally:
         await runner.cleanup()
+    # Taking torch down in order takes longer than all of this, and a thread may be in a step or reading a checkpoint.
+    logging.shutdown()
+    os._exit(0)
 
 
 def _bind(host: str, port: int) -> socket.socket:

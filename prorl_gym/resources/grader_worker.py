@@ -38,6 +38,7 @@ def main(grader: Path, memory_bytes: int) -> int:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     for line in sys.stdin.buffer:
+        reply: dict[str, Any]
         try:
             reply = {"reply": grade(json.loads(line))}
         except MemoryError:

@@ -140,9 +140,9 @@ class GraderPool:
 
     async def _start_worker(self) -> "_Worker":
         code = Path(grader_worker.__file__)
-        command = (sys.executable, "-I", str(code), str(self.grader), str(self._memory_bytes or 0))
+        command: Sequence[str] = (sys.executable, "-I", str(code), str(self.grader), str(self._memory_bytes or 0))
         if self._confine is not None:
-            command = tuple(self._confine(command, (code, self.grader.parent)))
+            command = self._confine(command, (code, self.grader.parent))
         self._alive = {worker for worker in self._alive if worker.alive}
         worker = await _Worker.start(command)
         self._alive.add(worker)

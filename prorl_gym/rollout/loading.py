@@ -45,7 +45,7 @@ def load_class(
         names = ", ".join(cls.__name__ for cls in concrete)
         raise ConfigError(f"{path} defines several {base.__name__} classes ({names}); leave one, move the others")
     if found:
-        missing = ", ".join(sorted(found[0].__abstractmethods__))
+        missing = ", ".join(sorted(getattr(found[0], "__abstractmethods__", ())))
         raise ConfigError(f"{path}: {found[0].__name__} does not define {missing}")
     raise ConfigError(f"{path} defines no subclass of {base.__module__}.{base.__name__}")
 

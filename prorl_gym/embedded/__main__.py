@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; ends the process with 0, or returns 2 when it cannot be started as asked."""
+    """Run the server; returns 2 when it cannot be started as asked."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # torch's threads spin while they wait for each other. On cores shared with sandboxes one of them is off its core
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line
         return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,20 +7,19 @@ and RUN left running has been stopped before EVAL begins.
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prorl_gym.config.models import PipelineConfig
 from prorl_gym.errors import HandlerError, JobError, Stage, StageTimeout
 from prorl_gym.handlers.base import AgentHandler, Job, Lifetime, Prepared, RunOutput, Stoppable
-from prorl_gym.logs import log_context
 from prorl_gym.pipeline.calls import CallFacilities, HandlerCall, OutOfTime, as_job_error, is_default
 from prorl_gym.pipeline.gate import Gate
 from prorl_gym.pipeline.outcome import JobFailure, Outcome, Score
 from prorl_gym.pipeline.scope import ResourceScope
 from prorl_gym.pipeline.scoring import score_of
+from prorl_gym.pipeline.slot import StageSlot
 from prorl_gym.pipeline.stage_times import StageTimes
 from prorl_gym.pipeline.ticket import Ticket
 from prorl_gym.pipeline.timer import PausableTimer, Pause
@@ -99,6 +98,7 @@ class Execution:
             self._score = _MASKED
             self._conclude(self._outcome())
         finally:
+            self._timer.close()
             await self._whole_scope.close()
 
     async def _through_the_stages(self) -> None:
@@ -118,30 +118,21 @@ class Execution:
         async with self._in("eval"), self._scope:
             self._score = await self._eval(output)
 
-    @asynccontextmanager
-    async def _in(self, stage: Stage) -> AsyncIterator[None]:
-        """Queue for the stage, hold one of its slots while the block lasts, and keep the times."""
-        gate = self._shared.gates[stage]
-        self._times.queue(stage)
-        try:
-            await gate.enter(self._ticket.request.priority)
-        except asyncio.CancelledError:
-            self._times.leave()
-            raise
-        try:
-            self._arrive_in(stage)
-            with log_context(job_id=self._ticket.id, stage=stage):
-                yield
-        finally:
-            self._times.leave()
-            gate.leave()
+    def _in(self, stage: Stage) -> StageSlot:
+        return StageSlot(
+            stage,
+            self._shared.gates[stage],
+            self._times,
+            job_id=self._ticket.id,
+            priority=self._ticket.request.priority,
+            on_entry=self._arrive_in,
+        )
 
     def _arrive_in(self, stage: Stage) -> None:
         if stage == "init":
             self._holds_allowance = True
         elif stage == "run":
             self._give_allowance_back()
-        self._times.enter(stage)
         self._stage = stage
         self._job.log.extra = {"job_id": self._ticket.id, "stage": stage}
         self._move(JobStatus(stage))

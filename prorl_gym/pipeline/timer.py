@@ -34,7 +34,7 @@ class PausableTimer:
         self._since: float | None = None
         self._entry = 0
         self._pauses = 0
-        self._handle: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         self._on_expiry: Callable[[], None] | None = None
         self.expired = False
 
@@ -76,6 +76,12 @@ class PausableTimer:
         self._stage_budget = None
         self._on_expiry = None
 
+    def close(self) -> None:
+        """Nothing runs any more: take the alarm out of the loop."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
     def pause(self) -> int:
         """Stop counting; give the number back to `resume`. Pauses may nest and overlap."""
         self._pauses += 1
@@ -109,23 +115,29 @@ class PausableTimer:
 
     def _run(self) -> None:
         self._since = self._clock()
-        self._arm()
+        self._set_alarm()
 
     def _halt(self) -> None:
         self._settle()
         self._since = None
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
 
-    def _arm(self) -> None:
-        self._handle = asyncio.get_running_loop().call_later(max(0.0, self.remaining_s), self._ring)
+    def _set_alarm(self) -> None:
+        """Have the loop ring when the budgets are used up; an alarm that rings before that is left as it is."""
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(0.0, self.remaining_s)
+        if self._alarm is not None:
+            if self._alarm.when() <= at:
+                return
+            self._alarm.cancel()
+        self._alarm = loop.call_at(at, self._ring)
 
     def _ring(self) -> None:
-        if self.remaining_s > 0:  # the loop's clock is coarser than ours
-            self._arm()
+        self._alarm = None
+        if self._since is None:
             return
-        self._handle = None
+        if self.remaining_s > 0:  # set for an earlier stage, before a pause, or by a coarser clock than ours
+            self._set_alarm()
+            return
         self.expired = True
         if self._on_expiry is not None:
             self._on_expiry()

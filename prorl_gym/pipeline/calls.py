@@ -117,7 +117,12 @@ def is_default(method: Callable[..., Any]) -> bool:
 
 
 def as_job_error(error: Exception, stage: Stage) -> JobError:
-    """`error` as it is recorded: itself when it names its boundary already, else a HandlerError."""
+    """`error` as it is recorded: itself when it names its boundary already, else a HandlerError.
+
+    A group of one, which a TaskGroup makes of any error, counts as that one.
+    """
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
     if isinstance(error, JobError):
         if error.stage is None:
             error.stage = stage

@@ -332,7 +332,7 @@ class Execution:
             status=status,
             stop_reason=reason if output is None else output.stop_reason,
             trajectory=self.trajectory(),
-            timing=self._times.timing(self._timer),
+            timing=self._times.timing(self._timer, timed_out=self._timed_out),
             score=self._score,
             failure=failure,
             critical_error="timeout" if self._timed_out else None if failure is None else failure.stage,

@@ -31,7 +31,7 @@ class StageTimes:
         self._settle()
         self._current = None
 
-    def timing(self, timer: PausableTimer) -> Timing:
+    def timing(self, timer: PausableTimer, *, timed_out: bool) -> Timing:
         """Everything until now."""
         self._settle()
         took = self._took
@@ -41,7 +41,7 @@ class StageTimes:
             eval_time=took.get("eval", 0.0),
             others_time=max(0.0, self._clock() - self._begun - sum(took.values())),
             counted_elapsed=timer.elapsed_s,
-            timeout_triggered=timer.expired,
+            timeout_triggered=timed_out,
             queued=self._queued.copy(),
             active=timer.active(),
         )

@@ -255,13 +255,24 @@ async def test_a_stop_that_does_not_return_holds_nothing_up(serve, monkeypatch):
     await until(lambda: pipeline.snapshot().leftovers == [])
 
 
-async def test_an_exception_group_is_one_failure(serve):
+@pytest.mark.parametrize(
+    ("errors", "kind", "says"),
+    [
+        ([SandboxError("gone")], "sandbox", "gone"),
+        ([SandboxError("gone"), ValueError("x")], "handler", "ExceptionGroup"),
+    ],
+)
+async def test_a_failure_inside_a_task_group_keeps_its_name_when_it_is_the_only_one(serve, errors, kind, says):
+    async def fail(error: Exception) -> None:
+        raise error
+
     class Grouped(Quick):
         async def run(self, job: Job, prepared: Prepared) -> RunOutput:
             async with asyncio.TaskGroup() as group:
-                group.create_task(asyncio.sleep(60))
-                raise ValueError("one of them")
+                for error in errors:
+                    group.create_task(fail(error))
+            raise AssertionError
 
     result = await result_of(await serve(Grouped()))
-    assert result.failure.kind == "handler"
-    assert "ExceptionGroup" in result.failure.message
+    assert result.failure.kind == kind
+    assert says in result.failure.message

@@ -32,6 +32,7 @@ Overrides configure the service, as for `serve`, e.g. runtime=local where user n
 
 OUTPUT = Path("rollouts.jsonl")
 REPEATS = 2
+MAX_TURNS = 2
 _PROBLEMS = Path(__file__).with_name("demo_problems.jsonl")
 _ENGINE_START_S = 300.0
 
@@ -50,13 +51,12 @@ def demo_command(arguments: list[str]) -> int:
     config = compose(overrides).config
     if "math_agent" not in {environment.name for environment in config.environments}:
         raise ConfigError("environment: the demo rolls out math problems and needs 'environment=[math]'")
-    from rich.console import Console
-
     from prorl_gym.commands.child import ChildProcess
+    from prorl_gym.commands.console import make_console
     from prorl_gym.commands.own_service import OwnService, ScratchFolder
     from prorl_gym.commands.rollout_run import run_interruptibly
 
-    console = Console(highlight=False)
+    console = make_console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         backend, model = os.environ.get("DEMO_BACKEND"), _model(console)
@@ -122,7 +122,8 @@ async def _roll_out(
         server = await client.add_llm_server(backend)
         if not server.healthy:
             raise ConfigError(f"DEMO_BACKEND: {backend} does not serve: {server.detail}")
-        await RolloutRun(client, file, console, check_service=check, task="math_agent").run()
+        limits = {"max_turns": MAX_TURNS}
+        await RolloutRun(client, file, console, check_service=check, task="math_agent", sampling=limits).run()
 
 
 def _report(console: "Console", file: "RolloutFile") -> int:

@@ -3,7 +3,6 @@
 from prorl_gym.config.compose import compose
 from prorl_gym.config.gym_tree import task_alias
 
-_WIDTH_OF_A_PIPE = 200
 _HELP = """\
 usage: python -m prorl_gym environments [KEY=VALUE ...]
 
@@ -22,8 +21,9 @@ def environments_command(arguments: list[str]) -> int:
     """Print a table of the tasks."""
     composition = compose(arguments)
     config = composition.config
-    from rich.console import Console
     from rich.table import Table
+
+    from prorl_gym.commands.console import make_console
 
     table = Table("task", "agent", "resources server", "tools", "sandbox", "max turns", "also known as", box=None)
     aliases: dict[str, list[str]] = {}
@@ -40,9 +40,7 @@ def environments_command(arguments: list[str]) -> int:
         table.add_row(name, environment.agent_type, world, ", ".join(agent.tools), sandbox, turns, also)
     for name, path in config.handlers.items():
         table.add_row(name, path, "", "", "", "", ", ".join(aliases.get(name, [])))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_A_PIPE
+    console = make_console()
     console.print(table)
     for source in composition.sources:
         if source.startswith("environment/"):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prorl_gym.config.models import ProrlConfig
 from prorl_gym.config.overrides import Override, apply_override, parse_override
-from prorl_gym.config.suggest import render_errors
+from prorl_gym.config.suggest import did_you_mean, render_errors
 from prorl_gym.errors import ConfigError
 from prorl_gym.types import SamplingParams
 
@@ -66,6 +67,9 @@ class RolloutSettings(BaseModel):
     limit: int | None = Field(None, ge=1)
 
 
+_SERVICE_KEYS = {*ProrlConfig.model_fields, "gym", "environment", "experiment"}
+
+
 def help_text() -> str:
     """How the command is used."""
     return _HELP
@@ -74,12 +78,11 @@ def help_text() -> str:
 def rollout_command(arguments: list[str]) -> int:
     """Roll out a data set."""
     settings, overrides = split_arguments(arguments)
-    from rich.console import Console
-
+    from prorl_gym.commands.console import make_console
     from prorl_gym.commands.rollout_file import RolloutFile, read_assignments
     from prorl_gym.commands.rollout_run import run_interruptibly
 
-    console = Console(highlight=False)
+    console = make_console()
     assignments = read_assignments(settings.input, settings.num_repeats, settings.limit)
     file = RolloutFile(settings.output, assignments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -111,6 +114,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[RolloutSettings, list[str
         override = parse_override(line)
         if _is_own(override):
             apply_override(own, override)
+        elif "." not in override.key and override.key not in _SERVICE_KEYS:
+            raise ConfigError(f"{override.key}: unknown key{did_you_mean(override.key, RolloutSettings.model_fields)}")
         else:
             overrides.append(line)
     try:

@@ -89,10 +89,11 @@ def test_an_agent_is_added_on_the_command_line() -> None:
     assert [environment.name for environment in config.environments] == ["math_agent", "quick_agent"]
 
 
-def test_the_demo_experiment_lays_itself_over_the_groups() -> None:
-    config = load_config(["experiment=demo", "policy.sampling.max_tokens=99"])
-    assert config.policy.sampling.max_tokens == 99
-    assert config.environments[0].agent.max_turns < load_config().environments[0].agent.max_turns
+def test_an_experiment_lies_over_the_groups_and_under_the_command_line() -> None:
+    demo, plain = load_config(["experiment=demo"]).policy.sampling, load_config().policy.sampling
+    assert demo.max_tokens < plain.max_tokens
+    own = load_config(["experiment=demo", "policy.sampling.max_tokens=99"]).policy.sampling
+    assert (own.max_tokens, own.temperature) == (99, demo.temperature)
 
 
 def test_secrets_are_never_in_the_logged_configuration(

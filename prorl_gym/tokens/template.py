@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from prorl_gym.tokens.base import ChatRenderer
 from prorl_gym.tokens.body import Vocabulary
+from prorl_gym.tokens.bridge import BridgingRenderer, Positions
 from prorl_gym.tokens.chat_template import ChatTemplate, TemplateRefusal
 from prorl_gym.tokens.layout import Layout
-from prorl_gym.tokens.reasoning import CLOSE, OPEN, split_reasoning
-from prorl_gym.tokens.records import ChatMessage, Parsed, Rendered
-from prorl_gym.tokens.toolcalls import parse_calls
+from prorl_gym.tokens.records import ChatMessage
 
 ANCHOR = "\ufdd3anchor\ufdd3"
 """No text of a template holds these reserved characters."""
@@ -26,7 +24,7 @@ _MAX_ATTRIBUTED = 32
 """A first prompt of more messages is not attributed message by message: that takes one rendering each."""
 
 
-class TemplateRenderer(ChatRenderer):
+class TemplateRenderer(BridgingRenderer):
     """Renders with one template, laid out in one way, and parses Hermes-style or fenced calls."""
 
     def __init__(
@@ -54,78 +52,47 @@ class TemplateRenderer(ChatRenderer):
         self.vocabulary = vocabulary
         self.template = template
         self.layout = layout
-        self._keep_thinking = keep_thinking
+        self.calls = layout.calls
+        self.keep_thinking = keep_thinking
         control_ids = {token.id for token in vocabulary.control.values()}
         first = vocabulary.encode(self.difference([_QUESTION], ()))[:1]
         self.close_id = first[0] if first and first[0] in control_ids else None
         own = () if self.close_id is None else (self.close_id,)
         self.stop_token_ids = tuple(dict.fromkeys((*own, *stop_token_ids)))
-        self._generation = self._generation_prompts()
-        self._strips_before_user = self._strips(_QUESTION)
-        self._strips_before_tool = self._strips(ChatMessage("tool", "x", tool_call_id="call_0_0"))
+        prompts = {self.generation_prompt(thinking) for thinking in (None, True, False)}
+        self.generation_ids = sorted(map(vocabulary.encode, prompts), key=len, reverse=True)
+        self.strips_before_user = self._strips(_QUESTION)
+        self.strips_before_tool = self._strips(ChatMessage("tool", "x", tool_call_id="call_0_0"))
 
-    def start(
-        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], *, enable_thinking: bool | None = None
-    ) -> Rendered:
-        """See `ChatRenderer.start`."""
+    def whole(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], enable_thinking: bool | None
+    ) -> tuple[list[int], Positions]:
+        """See `BridgingRenderer.whole`.
+
+        Raises:
+            TemplateRefusal: The template refuses the conversation.
+        """
         text = self.text(messages, tools, enable_thinking=enable_thinking)
-        edges: list[int] | None = None
-        if len(messages) <= _MAX_ATTRIBUTED:
-            edges = self._edges(
-                [self._text_or_none(messages[:count], tools) for count in range(1, len(messages))], text
-            )
-        ids, positions = self.vocabulary.encode_at(text, edges or ())
-        spans = () if edges is None or positions is None else _spans(positions, 0, len(ids))
-        return Rendered(ids, spans if messages else ())
+        if len(messages) > _MAX_ATTRIBUTED:
+            return self.vocabulary.encode(text), None
+        beginnings = [self._text_or_empty(messages[:count], tools) for count in range(1, len(messages))]
+        return self._encode(text, beginnings)
 
-    def extend(
-        self,
-        history: Sequence[ChatMessage],
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        new: Sequence[ChatMessage],
-        tools: Sequence[dict[str, Any]],
-        *,
-        enable_thinking: bool | None = None,
-    ) -> Rendered:
-        """See `ChatRenderer.extend`."""
-        if self._rewrites(history, new):
-            return self._rewritten(history, new, tools, enable_thinking)
-        text, edges = self._addition(new, tools, enable_thinking)
-        added, positions = self.vocabulary.encode_at(text, edges or ())
-        if self.close_id is not None and output_ids and output_ids[-1] == self.close_id:
-            added = added[1:]
-            positions = None if positions is None else [max(position - 1, 0) for position in positions]
-        elif self._cut_while_thinking(output_ids, prompt_ids):
-            close = self.vocabulary.encode(f"\n{CLOSE}\n\n")
-            added = close + added
-            positions = None if positions is None else [position + len(close) for position in positions]
-        ids = [*prompt_ids, *output_ids, *added]
-        start = len(ids) - len(added)
-        if not new or edges is None or positions is None:
-            return Rendered(ids)
-        return Rendered(ids, _spans([start + position for position in positions], start, len(ids)))
+    def addition(
+        self, new: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], enable_thinking: bool | None
+    ) -> tuple[list[int], Positions]:
+        """See `BridgingRenderer.addition`.
 
-    def parse(self, output_ids: Sequence[int], prompt_ids: Sequence[int], *, turn: int) -> Parsed:
-        """See `ChatRenderer.parse`."""
-        end = next((at for at, token in enumerate(output_ids) if token in self.stop_token_ids), None)
-        text = self.vocabulary.decode(output_ids[:end])
-        split = split_reasoning(text, opened=self._opened_thinking(prompt_ids))
-        calls = parse_calls(split.content, self.layout.calls, complete=end is not None, turn=turn)
-        message = ChatMessage("assistant", calls.content, split.reasoning, calls.requests)
-        return Parsed(message, complete=end is not None)
-
-    def count_tokens(self, text: str) -> int:
-        """See `ChatRenderer.count_tokens`."""
-        return self.vocabulary.count_tokens(text)
-
-    def clip(self, text: str, max_tokens: int) -> str:
-        """See `ChatRenderer.clip`."""
-        return self.vocabulary.clip(text, max_tokens)
+        Raises:
+            TemplateRefusal: The template refuses the conversation.
+        """
+        text = self.difference(new, tools, enable_thinking=enable_thinking)
+        beginnings = [self.difference(new[:count], tools, generate=False) for count in range(1, len(new))]
+        return self._encode(text, beginnings)
 
     def digest(self) -> str:
         """See `ChatRenderer.digest`."""
-        parts = (self.vocabulary.digest(), self.template.source, repr(self.layout), repr(self._keep_thinking))
+        parts = (self.vocabulary.digest(), self.template.source, repr(self.layout), repr(self.keep_thinking))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def text(
@@ -182,49 +149,6 @@ class TemplateRenderer(ChatRenderer):
             raise TemplateRefusal("its generation prompt changes the messages before it")
         return asked[len(told) :]
 
-    def _addition(
-        self, new: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], enable_thinking: bool | None
-    ) -> tuple[str, list[int] | None]:
-        """The text that new messages add, and where in it each after the first begins."""
-        text = self.difference(new, tools, enable_thinking=enable_thinking)
-        beginnings = [self.difference(new[:count], tools, generate=False) for count in range(1, len(new))]
-        return text, self._edges(beginnings, text)
-
-    def _rewritten(
-        self,
-        history: Sequence[ChatMessage],
-        new: Sequence[ChatMessage],
-        tools: Sequence[dict[str, Any]],
-        enable_thinking: bool | None,
-    ) -> Rendered:
-        """The whole conversation anew; what the new messages add is its end, past the assistant's end of turn."""
-        text = self.text([*history, *new], tools, enable_thinking=enable_thinking)
-        addition, edges = self._addition(new, tools, enable_thinking)
-        if edges is None or not text.endswith(addition):
-            return Rendered(self.vocabulary.encode(text), append_only=False)
-        base = len(text) - len(addition)
-        close = next((t.text for t in self.vocabulary.control.values() if t.id == self.close_id), "")
-        ids, positions = self.vocabulary.encode_at(text, [base + len(close), *(base + edge for edge in edges)])
-        return Rendered(ids, tuple(pairwise([*(positions or ()), len(ids)])), append_only=False)
-
-    def _generation_prompts(self) -> list[tuple[list[int], bool]]:
-        """The ids of each generation prompt, longest first, and whether it leaves a reasoning block open."""
-        texts = {self.generation_prompt(thinking) for thinking in (None, True, False)}
-        prompts = [(self.vocabulary.encode(text), text.rstrip().endswith(OPEN)) for text in texts]
-        return sorted(prompts, key=lambda prompt: len(prompt[0]), reverse=True)
-
-    def _opened_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        for ids, opens in self._generation:
-            if ids and list(prompt_ids[-len(ids) :]) == ids:
-                return opens
-        return False
-
-    def _cut_while_thinking(self, output_ids: Sequence[int], prompt_ids: Sequence[int]) -> bool:
-        if any(token in self.stop_token_ids for token in output_ids):
-            return False
-        text = self.vocabulary.decode(output_ids)
-        return split_reasoning(text, opened=self._opened_thinking(prompt_ids)).open
-
     def _strips(self, follower: ChatMessage) -> bool:
         """Whether the template drops the reasoning of an assistant message once `follower` comes after it."""
         try:
@@ -233,36 +157,18 @@ class TemplateRenderer(ChatRenderer):
         except TemplateRefusal:
             return False
 
-    def _rewrites(self, history: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> bool:
-        """Whether the template drops reasoning that the prompt so far still holds."""
-        if self._keep_thinking:
-            return False
-        if self._strips_before_tool:
-            return bool(new) and bool((history[-1].reasoning or "").strip())
-        if not self._strips_before_user or all(message.role != "user" for message in new):
-            return False
-        for message in reversed(history):
-            if message.role == "user":
-                return False
-            if (message.reasoning or "").strip():
-                return True
-        return False
-
-    def _text_or_none(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
+    def _text_or_empty(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
         try:
             return self.text(messages, tools, generate=False)
         except TemplateRefusal:
-            return None
+            return ""
 
-    @staticmethod
-    def _edges(prefixes: Sequence[str | None], text: str) -> list[int] | None:
-        """Where each message after the first begins: the ends of what `text` shares with its beginnings."""
-        edges = [0 if prefix is None else _common_length(prefix, text) for prefix in prefixes]
-        return edges if all(a <= b for a, b in pairwise(edges)) else None
-
-
-def _spans(positions: Sequence[int], start: int, end: int) -> tuple[tuple[int, int], ...]:
-    return tuple(pairwise([start, *positions, end]))
+    def _encode(self, text: str, beginnings: Sequence[str]) -> tuple[list[int], Positions]:
+        """Ids of a text; each message after the first begins where the text leaves what it shares with a beginning."""
+        edges = [_common_length(beginning, text) for beginning in beginnings]
+        if any(a > b for a, b in pairwise(edges)):
+            return self.vocabulary.encode(text), None
+        return self.vocabulary.encode_at(text, edges)
 
 
 def _common_length(a: str, b: str) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from prorl_gym.testing import Conversation, Reply, Script, ScriptedLlm
-from prorl_gym.testing.tiny_model import make_tiny_model
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 ENVIRONMENT = {
@@ -68,14 +67,13 @@ class Ports:
 
 
 @pytest.fixture(scope="module")
-def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
+def ports(scripted_model: str) -> Iterator[Ports]:
     """A scripted engine that always gives the right answer, on the port that the README shows."""
-    model = make_tiny_model(tmp_path_factory.mktemp("model"), max_model_len=32768)
     script = Script(
         replies=(Reply(text=r"It is \boxed{42}."),),
         conversations=(Conversation("stressed", (Reply(text="desserts"),)),),
     )
-    llm = ScriptedLlm(script, model=str(model), port=free_port(8000))
+    llm = ScriptedLlm(script, model=scripted_model, port=free_port(8000))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

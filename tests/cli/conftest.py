@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from prorl_gym.testing.tiny_model import make_tiny_model
-
 WORDS = """\
 # @package _global_
 gym:
@@ -71,12 +69,6 @@ async def start(*arguments: str, cwd: Path, **environment: str) -> asyncio.subpr
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a model whose tokenizer is the scripted LLM's; also the name that the LLM serves it under."""
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), max_model_len=32768))
 
 
 @pytest.fixture

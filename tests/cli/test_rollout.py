@@ -53,8 +53,8 @@ def processes_naming(text: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("rows")
-async def test_a_data_set_is_rolled_out_verified_and_complete(root: Path, model: str) -> None:
-    async with ScriptedLlm(RIGHT, model=model) as llm:
+async def test_a_data_set_is_rolled_out_verified_and_complete(root: Path, scripted_model: str) -> None:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
         ended = await run(*command(root, llm, "num_repeats=2"), cwd=root)
         assert ended.code == 0, ended.out + ended.err
         results = lines(root)
@@ -76,9 +76,9 @@ async def test_a_data_set_is_rolled_out_verified_and_complete(root: Path, model:
 
 
 @pytest.mark.usefixtures("rows")
-async def test_an_interrupted_run_leaves_nothing_behind_and_is_continued(root: Path, model: str) -> None:
+async def test_an_interrupted_run_leaves_nothing_behind_and_is_continued(root: Path, scripted_model: str) -> None:
     held = Script(replies=(Reply(text="no", hold=True),), conversations=RIGHT.conversations)
-    async with ScriptedLlm(held, model=model) as llm:
+    async with ScriptedLlm(held, model=scripted_model) as llm:
         process = await start(*command(root, llm), cwd=root)
         await llm.until(lambda llm: llm.in_flight == 1 and len(llm.requests) == 2, 60)
         async with asyncio.timeout(10):
@@ -92,7 +92,7 @@ async def test_an_interrupted_run_leaves_nothing_behind_and_is_continued(root: P
         assert b"Traceback" not in err
         assert processes_naming(str(root)) == []
         assert [r["_ng_task_index"] for r in lines(root)] == [0]
-    async with ScriptedLlm(RIGHT, model=model) as llm:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
         ended = await run(*command(root, llm), cwd=root)
         assert ended.code == 0, ended.out + ended.err
         assert "continuing out.jsonl: 1 of 2 are there" in ended.out
@@ -101,10 +101,10 @@ async def test_an_interrupted_run_leaves_nothing_behind_and_is_continued(root: P
 
 
 @pytest.mark.usefixtures("rows")
-async def test_failures_are_counted_and_said(root: Path, model: str) -> None:
+async def test_failures_are_counted_and_said(root: Path, scripted_model: str) -> None:
     with (root / "rows.jsonl").open("a") as rows:
         rows.write('{"expected_answer": "a row without a question"}\n')
-    async with ScriptedLlm(RIGHT, model=model) as llm:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
         ended = await run(*command(root, llm), cwd=root)
     assert ended.code == 1
     assert "2 results in out.jsonl" in ended.out or "3 results in out.jsonl" in ended.out
@@ -112,9 +112,9 @@ async def test_failures_are_counted_and_said(root: Path, model: str) -> None:
 
 
 @pytest.mark.usefixtures("rows")
-async def test_a_service_that_cannot_start_is_said_in_its_own_words(root: Path, model: str) -> None:
+async def test_a_service_that_cannot_start_is_said_in_its_own_words(root: Path, scripted_model: str) -> None:
     (root / "resources_servers/words/app.py").write_text("class Nothing: ...\n")
-    async with ScriptedLlm(RIGHT, model=model) as llm:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
         ended = await run(*command(root, llm), cwd=root)
     assert ended.code == 2, ended.err
     assert ended.err.startswith("error: service: ")

@@ -127,7 +127,7 @@ class EnvironmentHandler(AgentHandler):
             "image_digest": described.image_digest,
         }
         for path, content in session.start.files.items():
-            await runtime.copy_in(content, _inside(spec.workdir, path))
+            await runtime.copy_in(content, _relative(path))
         await self._set_up(runtime, self._sandbox)
         return Prepared(runtime=runtime, metadata=session)
 
@@ -272,9 +272,7 @@ class EnvironmentHandler(AgentHandler):
         captured: dict[str, bytes] = {}
         for path in self._resources.capture(row) if self._resources is not None else ():
             try:
-                captured[path] = await runtime.copy_out(
-                    _inside(runtime.spec.workdir, path), max_bytes=MAX_ARTIFACT_BYTES
-                )
+                captured[path] = await runtime.copy_out(_relative(path), max_bytes=MAX_ARTIFACT_BYTES)
             except FileNotFoundError:
                 continue
         return captured
@@ -311,13 +309,13 @@ def _is_no_measurement(error: Exception | None) -> bool:
     return isinstance(error, JobError) and error.infrastructure and not isinstance(error, StageTimeout)
 
 
-def _inside(workdir: str, path: str) -> str:
-    """`path` below the working directory.
+def _relative(path: str) -> str:
+    """`path` itself, which the sandbox takes from its working directory.
 
     Raises:
         HandlerError: It leads out of it.
     """
-    relative = PurePosixPath(path)
-    if relative.is_absolute() or ".." in relative.parts:
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts:
         raise HandlerError(f"{path!r} must be relative to the working directory and stay in it")
-    return str(PurePosixPath(workdir) / relative)
+    return path

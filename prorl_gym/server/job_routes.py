@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import gzip
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query
 from orjson import Fragment
@@ -140,17 +140,23 @@ async def _result_answer(
     """The result, alone or within a JobView; built, encoded and compressed off the event loop unless it is tiny."""
     accepted = header(request.scope, b"accept-encoding") or b""
     compress = compress and b"gzip" in accepted and b"gzip;q=0" not in accepted.replace(b" ", b"")
-    work = partial(_encoded, outcome, include, ticket.id if ticket else None, compress)
     tiny = not outcome.trajectory.entries and not outcome.artifacts
+    encode = encode_json if tiny else encode_in_pieces
+    work = partial(_encoded, outcome, include, ticket.id if ticket else None, encode, compress)
     body, is_compressed = work() if tiny else await asyncio.to_thread(work)
     headers = {"content-encoding": "gzip", "vary": "accept-encoding"} if is_compressed else None
     return JsonAnswer(body, headers=headers)
 
 
 def _encoded(
-    outcome: Outcome, include: Collection[ResultPart] | None, view_of: str | None, compress: bool
+    outcome: Outcome,
+    include: Collection[ResultPart] | None,
+    view_of: str | None,
+    encode: Callable[[dict[str, Any]], bytes],
+    compress: bool,
 ) -> tuple[bytes, bool]:
-    body = encode_in_pieces(outcome.result(include))
+    """The body, and whether it is compressed."""
+    body = encode(outcome.result(include))
     if view_of is not None:
         view = {"job_id": view_of, "status": outcome.status, "messages": [], "result": Fragment(body)}
         body = encode_json(view)

@@ -13,14 +13,15 @@ from typing import Any
 
 from prorl_gym.backends.registry import BackendRegistry
 from prorl_gym.config.models import ProrlConfig
-from prorl_gym.errors import ConfigError
+from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.handlers.base import HandlerContext
 from prorl_gym.handlers.registry import HandlerRegistry
 from prorl_gym.logs import hide
 from prorl_gym.pipeline import Pipeline
 from prorl_gym.rollout.policy import Policy
-from prorl_gym.runtimes.base import RuntimeKind
+from prorl_gym.runtimes.base import Runtime, RuntimeKind, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
+from prorl_gym.runtimes.on_demand import OnDemandRuntime
 from prorl_gym.server.bodies import AddLlmServer, ClearLlmServer, RemoveLlmServer
 from prorl_gym.types import LlmServer
 
@@ -54,6 +55,13 @@ class Service:
             self._policies[name] = Policy(name, self.config.policy, self.backends.pool(name))
         return self._policies[name]
 
+    def sandbox(self, spec: SandboxSpec) -> Runtime:
+        """A sandbox, not started; of a kind that no environment announced, prepared when it is first started."""
+        try:
+            return self.runtimes.create(spec)
+        except RuntimeStartError:
+            return OnDemandRuntime(spec, self.runtimes)
+
     async def start(self) -> None:
         """Bring everything up; when a part fails, what was up goes down again.
 
@@ -62,10 +70,8 @@ class Service:
         """
         began = time.monotonic()
         try:
-            kinds = runtime_kinds(self.config)
-            if kinds:
-                await self.runtimes.prepare(kinds)
-            self.runtimes.sweep()
+            await self.runtimes.sweep()
+            await self.runtimes.prepare(runtime_kinds(self.config))
             hide(os.environ.get(self.config.backend.api_key_env or ""))
             await self.backends.start()
             await self.handlers.start()
@@ -146,7 +152,7 @@ class Service:
         return self._exit
 
     def _context(self, task: str) -> HandlerContext:
-        return HandlerContext(task=task, config=self.config, policy=self.policy, sandbox=self.runtimes.create)
+        return HandlerContext(task=task, config=self.config, policy=self.policy, sandbox=self.sandbox)
 
 
 def read_token(config: ProrlConfig) -> str | None:

@@ -119,7 +119,7 @@ async def test_token_is_asked_for_everywhere_but_at_health(serving: Serving, mon
     async with serving(server={"port": 0, "token_env": "PRORL_GYM_TEST_TOKEN"}) as client:
         for path in ("/status", "/metrics", "/docs", "/openapi.json", "/nope", "/jobs/x/events"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret-token"},
-                            {"authorization": "Basic s3cret-token"}, {"authorization": "Bearer s3cret-token\u00e9"}):  # fmt: skip
+                            {"authorization": "Basic s3cret-token"}, {"authorization": "Bearer s3cret-\u00e9"}):  # fmt: skip
                 async with client.session.get(client.address + path, headers=headers) as response:
                     assert response.status == 401
                     assert response.headers["www-authenticate"] == "Bearer"

@@ -80,7 +80,7 @@ class Runtime(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """End every process inside and free what `start` took; bounded, shielded, idempotent, fine after a failed start.
+        """End every process inside, free what `start` took; bounded, shielded, idempotent, fine after a failed start.
 
         Raises:
             SandboxError: Something could not be freed; it has been recorded as a leftover and will be tried again.

@@ -1,0 +1,235 @@
+"""What all sandboxes of one service share on this host: folders, the spawner, user ids, records.
+
+The invariant: whatever exists outside this process for a sandbox (processes, folders) is on record in `paths.state`
+before it is used, with the pid and start time of its owner, so that the next service can sweep it.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prorl_gym.errors import ConfigError, RuntimeStartError
+from prorl_gym.runtimes.launcher import Launcher
+from prorl_gym.runtimes.spawner import start_time_of
+from prorl_gym.runtimes.toolenv import ToolEnvironment, tool_environment
+
+_UIDS = 1 << 16
+_UID_RANGES = (2_000_000_000, 1_000_000, 20_000)
+"""First ids of ranges that no distribution hands out to people; the first one that this host maps is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRecord:
+    """One sandbox on this host. Pids come with their start times: together they are never another process."""
+
+    sandbox_id: str
+    folder: str
+    kind: str
+    job_id: str
+    owner: tuple[int, int | None]
+    process: tuple[int, int | None] | None = None
+
+
+def runs(process: tuple[int, int | None] | None) -> bool:
+    """Whether a recorded process still exists."""
+    return process is not None and process[1] is not None and start_time_of(process[0]) == process[1]
+
+
+class UidLease:
+    """An unprivileged user id that no other live sandbox of this host has.
+
+    Held by an abstract socket name, which the kernel frees when the service dies.
+    """
+
+    def __init__(self, uid: int | None, lock: socket.socket | None = None) -> None:
+        self.uid = uid
+        self._lock = lock
+
+    @classmethod
+    def take(cls) -> "UidLease":
+        """Lease one; for a service that is not root the lease is empty, its sandboxes run under its own user."""
+        if os.geteuid() != 0:
+            return cls(None)
+        first = _first_uid()
+        for _ in range(1000):
+            uid = first + secrets.randbelow(_UIDS)
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                lock.bind(f"\0prorl_gym-uid-{uid}")
+            except OSError as error:
+                lock.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise RuntimeStartError(f"no user id could be leased for a sandbox: {error}") from error
+                continue
+            return cls(uid, lock)
+        raise RuntimeStartError("no user id is free for another sandbox")
+
+    def release(self) -> None:
+        """Give it back; harmless twice."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _first_uid() -> int:
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        start, _, count = map(int, line.split())
+        for first in _UID_RANGES:
+            if start <= first and first + _UIDS <= start + count:
+                return first
+    raise ConfigError(
+        "the service runs as root, but this container maps too few user ids (/proc/self/uid_map) to give sandboxes an "
+        "unprivileged one: run the service as an ordinary user"
+    )
+
+
+class Host:
+    """Shared state; one per service."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.launcher = Launcher()
+        self.leftovers: dict[str, dict[str, Any]] = {}
+        self._owner = (os.getpid(), start_time_of(os.getpid()))
+        self.area = state
+        """Folder of what sandboxes see, known once prepared; every user may pass through it."""
+        self._tools: ToolEnvironment | None = None
+        self._ready = asyncio.Lock()
+
+    async def prepare(self) -> None:
+        """Make folders and the tool environment, and start the spawner; harmless when done, restarts a dead spawner.
+
+        Raises:
+            ConfigError: Something is missing on this host; says what to do.
+        """
+        async with self._ready:
+            if self._tools is None:
+                self.area = await asyncio.to_thread(self._make_area)
+                self._tools = await asyncio.to_thread(tool_environment, self.area)
+            if not self.launcher.alive:
+                await self.launcher.stop()
+                await self.launcher.start()
+
+    @property
+    def tools(self) -> ToolEnvironment:
+        """The tool environment.
+
+        Raises:
+            RuntimeStartError: `prepare` has not made it.
+        """
+        if self._tools is None:
+            raise RuntimeStartError("the tool environment has not been made")
+        return self._tools
+
+    def _make_area(self) -> Path:
+        try:
+            self.records.mkdir(parents=True, exist_ok=True)
+            area = self.state.resolve()
+            if os.geteuid() == 0 and not _passable(area):
+                area = Path(f"/var/tmp/prorl_gym-{os.geteuid()}")  # noqa: S108 - ownership is checked below
+                area.mkdir(mode=0o755, exist_ok=True)
+                status = area.lstat()
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    raise ConfigError(
+                        f"paths.state={self.state}: sandboxes run as other users, who may not pass through "
+                        f"it, and {area} belongs to somebody else: choose another paths.state"
+                    )
+            (area / "sandboxes").mkdir(exist_ok=True)
+            return area
+        except OSError as error:
+            raise ConfigError(f"paths.state={self.state} cannot be written: {error}") from error
+
+    @property
+    def records(self) -> Path:
+        """Folder of the records of live sandboxes."""
+        return self.state / "records"
+
+    def new_folder(self, kind: str, job_id: str, uid: int | None, names: tuple[str, ...]) -> SandboxRecord:
+        """Record a sandbox and make its folders, private to `uid`. Blocks.
+
+        Raises:
+            OSError: They cannot be made.
+        """
+        sandbox_id = secrets.token_hex(8)
+        folder = self.area / "sandboxes" / sandbox_id
+        record = SandboxRecord(sandbox_id, str(folder), kind, job_id, self._owner)
+        self.write(record)
+        folder.mkdir(mode=0o755)
+        for name in names:
+            (folder / name).mkdir(mode=0o700)
+            if uid is not None:
+                os.chown(folder / name, uid, uid)
+        return record
+
+    def write(self, record: SandboxRecord) -> None:
+        """Put a record on disk, atomically. Blocks."""
+        target = self.records / f"{record.sandbox_id}.json"
+        partial = target.with_suffix(".part")
+        partial.write_text(json.dumps(asdict(record)))
+        partial.rename(target)
+
+    def remove(self, record: SandboxRecord) -> str | None:
+        """Delete a sandbox's folder and record; returns why not, and keeps it as a leftover. Blocks."""
+        why = _delete(Path(record.folder))
+        if why is None and runs(record.process):
+            why = "its processes did not end"
+        if why is not None:
+            self.leftovers[record.sandbox_id] = {
+                "sandbox_id": record.sandbox_id, "job_id": record.job_id, "folder": record.folder, "reason": why,
+            }  # fmt: skip
+            return why
+        self.leftovers.pop(record.sandbox_id, None)
+        (self.records / f"{record.sandbox_id}.json").unlink(missing_ok=True)
+        return None
+
+    def sweep(self, *, own: bool = False) -> int:
+        """Clear what dead services, and this one's failed deletions, left; returns how many were cleared. Blocks."""
+        cleared = 0
+        for path in sorted(self.records.glob("*.json")):
+            try:
+                fields = json.loads(path.read_text())
+                owner, process = tuple(fields.pop("owner")), fields.pop("process")
+                record = SandboxRecord(**fields, owner=owner, process=tuple(process) if process else None)
+            except (OSError, ValueError, TypeError):
+                continue  # another service is writing or removing it
+            mine = record.owner == self._owner
+            if (mine and not own and record.sandbox_id not in self.leftovers) or (not mine and runs(record.owner)):
+                continue
+            if runs(record.process) and record.process is not None:
+                with contextlib.suppress(OSError):
+                    os.killpg(record.process[0], signal.SIGKILL)
+            cleared += self.remove(record) is None
+        return cleared
+
+
+def _passable(folder: Path) -> bool:
+    """Whether every user may enter the folder: each one above it lets others through."""
+    return all(part.stat().st_mode & stat.S_IXOTH for part in (folder, *folder.parents))
+
+
+def _delete(folder: Path) -> str | None:
+    """Remove a tree; returns why not. Folders that their owner made unreadable are opened first."""
+    problems: list[str] = []
+    for attempt in range(2):
+        problems.clear()
+        shutil.rmtree(folder, onerror=lambda _f, path, info: problems.append(f"{path}: {info[1]}"))
+        if not folder.exists():
+            return None
+        if attempt == 0:
+            for parent, names, _ in os.walk(folder):
+                for name in names:
+                    path = os.path.join(parent, name)
+                    with contextlib.suppress(OSError):
+                        if not os.path.islink(path):
+                            os.chmod(path, 0o700)
+    return problems[0] if problems else "it is still there"

@@ -1,0 +1,268 @@
+"""What every kind of sandbox has in common: a process tree with the tool server at its heart, started by the spawner.
+
+A kind says only how its command line looks (`_command`) and what it cannot enforce. The invariants: a sandbox is on
+record before it exists; `stop` may come at any moment, twice, or after a failed start, ends everything, is never cut
+short by a cancel, and always ends within its bound.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from prorl_gym.errors import RuntimeStartError, SandboxError
+from prorl_gym.runtimes.base import Runtime, RuntimeInfo, SandboxSpec
+from prorl_gym.runtimes.channel import ToolChannel
+from prorl_gym.runtimes.host import Host, SandboxRecord, UidLease
+from prorl_gym.runtimes.launcher import SpawnedProcess
+from prorl_gym.tools.spec import ToolReply
+from prorl_gym.toolserver.files import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+SOCKET_DESCRIPTOR = 3
+_CALL_GRACE_S = 10.0
+_FILE_S = 60.0
+_STOP_GRACE_S = 0.5
+_EXIT_S = 2.0
+_KILLED_EXIT_S = 5.0
+_LOG_BYTES = 2000
+
+
+class ProcessRuntime(Runtime):
+    """A sandbox that is a process tree on this host."""
+
+    folders: tuple[str, ...] = ("workspace",)
+    """Made per sandbox, private to its user."""
+
+    def __init__(self, spec: SandboxSpec, host: Host) -> None:
+        self.spec = spec
+        self._host = host
+        self._lease: UidLease | None = None
+        self._making: asyncio.Task[SandboxRecord] | None = None
+        self._record: SandboxRecord | None = None
+        self._process: SpawnedProcess | None = None
+        self._channel: ToolChannel | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    @abstractmethod
+    def _command(self, folder: Path, tool_server: list[str]) -> list[str]:
+        """The whole command line; descriptor 3 must reach the tool server, whose own command line is given."""
+
+    @abstractmethod
+    def _unenforced(self) -> tuple[str, ...]:
+        """Names of limits that this kind does not hold on this host."""
+
+    def _inside(self) -> bool:
+        """Whether the tool environment is bound at its mount point."""
+        return True
+
+    def _workdir(self, folder: Path) -> str:
+        """The working directory as the tool server sees it."""
+        return self.spec.workdir
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """The agent's environment: nothing of the host's, no pager, no editor, no prompts."""
+        return {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/home/agent", "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash",
+            "TMPDIR": "/tmp",  # noqa: S108
+            "LANG": "C.UTF-8", "TERM": "dumb", "COLUMNS": "200", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat",
+            "SYSTEMD_PAGER": "", "EDITOR": "false", "VISUAL": "false", "GIT_EDITOR": "false",
+            "GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PIP_NO_INPUT": "1", "NO_COLOR": "1",
+            "IPYTHONDIR": "/tmp/.ipython",  # noqa: S108
+            **self.spec.env,
+        }  # fmt: skip
+
+    async def start(self) -> None:
+        """See the base class."""
+        if self._stopped or self._process is not None:
+            raise RuntimeStartError("a sandbox starts once")
+        try:
+            async with asyncio.timeout(self.spec.start_timeout_s):
+                await self._host.prepare()
+                await self._launch()
+        except TimeoutError:
+            raise RuntimeStartError(
+                f"the sandbox did not answer within {self.spec.start_timeout_s:g} s{self._log()}"
+            ) from None
+        except (OSError, SandboxError) as error:
+            raise RuntimeStartError(f"the sandbox did not come up: {error}{self._log()}") from error
+
+    async def _launch(self) -> None:
+        lease = self._lease = UidLease.take()
+        self._making = asyncio.create_task(asyncio.to_thread(self._make_folder, lease.uid))
+        self._record = await asyncio.shield(self._making)
+        folder = Path(self._record.folder)
+        ours, theirs = socket.socketpair()
+        try:
+            settings = {
+                "descriptor": SOCKET_DESCRIPTOR, "workdir": self._workdir(folder),
+                "environment": self._environment(folder), "output_bytes": self.spec.limits.output_bytes,
+                "processes": self.spec.limits.processes, "file_bytes": self.spec.limits.file_bytes,
+            }  # fmt: skip
+            tool_server = [*self._host.tools.command(inside=self._inside()), json.dumps(settings)]
+            output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                self._process = await self._host.launcher.spawn(
+                    self._command(folder, tool_server),
+                    environment={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                    folder=folder,
+                    output=output,
+                    descriptors=[theirs.fileno()],
+                    uid=lease.uid,
+                )
+            finally:
+                os.close(output)
+                theirs.close()
+            process = (self._process.pid, self._process.start_time)
+            self._record = dataclasses.replace(self._record, process=process)
+            self._host.write(self._record)
+            self._channel = await ToolChannel.connect(ours)
+        except BaseException:
+            ours.close()
+            raise
+        await self._channel.request({"op": "hello"}, within_s=self.spec.start_timeout_s)
+
+    def _make_folder(self, uid: int | None) -> SandboxRecord:
+        self._record = self._host.new_folder(self.spec.kind, self.spec.job_id, uid, self.folders)
+        return self._record
+
+    def _log(self) -> str:
+        """What the sandbox's own programs complained about, for error messages."""
+        if self._record is None:
+            return ""
+        try:
+            text = (Path(self._record.folder) / "log").read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+        return f": {text}" if text else ""
+
+    async def stop(self) -> None:
+        """See the base class."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        cancelled = False
+        while not self._stopping.done():
+            try:
+                await asyncio.wait([self._stopping])
+            except asyncio.CancelledError:
+                cancelled = True  # the clean-up is bounded; the cancel goes on after it
+        if cancelled:
+            raise asyncio.CancelledError
+        self._stopping.result()
+
+    async def _stop(self) -> None:
+        self._stopped = True
+        if self._channel is not None:
+            self._channel.send({"op": "shutdown", "grace_s": _STOP_GRACE_S})
+        process = self._process
+        if process is not None and not await _ended(process, _EXIT_S if self._channel is not None else 0.0):
+            self._host.launcher.signal(process, signal.SIGKILL)
+            await _ended(process, _KILLED_EXIT_S)
+        if self._channel is not None:
+            self._channel.close("the sandbox was stopped")
+        why = None
+        if self._making is not None:  # a cancelled start may have left the thread at work
+            await asyncio.wait([self._making])
+        if self._record is not None:
+            why = await asyncio.to_thread(self._host.remove, self._record)
+        if self._lease is not None:
+            self._lease.release()
+        if why is not None:
+            raise SandboxError(f"the sandbox left something behind, which will be tried again: {why}")
+
+    async def call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> ToolReply:
+        """See the base class."""
+        header, body = await self._request(
+            {"op": "call", "tool": tool, "timeout_s": timeout_s},
+            json.dumps(arguments).encode(),
+            within_s=timeout_s + _CALL_GRACE_S,
+        )
+        if "failed" in header:
+            raise SandboxError(f"the tool server broke: {header['failed']}")
+        return ToolReply(
+            body.decode("utf-8", "replace"),
+            error=header["error"],
+            timed_out=header["timed_out"],
+            exit_code=header["exit_code"],
+            duration_s=header["duration_s"],
+            details=header["details"],
+        )
+
+    async def copy_in(self, source: Path | bytes, target: str) -> None:
+        """See the base class."""
+        offset = 0
+        content, mode = await asyncio.to_thread(_content, source)
+        while True:
+            chunk = content[offset : offset + CHUNK_BYTES]
+            header = {"op": "write", "path": target, "offset": offset, "mode": mode}
+            reply, _ = await self._request(header, chunk, within_s=_FILE_S)
+            if "failed" in reply:
+                raise SandboxError(f"{target} cannot be written in the sandbox: {reply['failed']}")
+            offset += len(chunk)
+            if offset >= len(content):
+                return
+
+    async def copy_out(self, source: str, *, max_bytes: int) -> bytes:
+        """See the base class."""
+        parts: list[bytes] = []
+        got = 0
+        while True:
+            header = {"op": "read", "path": source, "offset": got}
+            reply, chunk = await self._request(header, within_s=_FILE_S)
+            if reply.get("missing"):
+                raise FileNotFoundError(source)
+            if "failed" in reply:
+                raise SandboxError(f"{source} cannot be read from the sandbox: {reply['failed']}")
+            if max(reply["size"], got + len(chunk)) > max_bytes:
+                raise SandboxError(f"{source} has {reply['size']} bytes, more than the {max_bytes} allowed")
+            parts.append(chunk)
+            got += len(chunk)
+            if not chunk or got >= reply["size"]:
+                return b"".join(parts)
+
+    async def _request(
+        self, header: dict[str, Any], body: bytes = b"", *, within_s: float
+    ) -> tuple[dict[str, Any], bytes]:
+        if self._channel is None or self._stopped:
+            raise SandboxError("the sandbox is not running")
+        try:
+            return await self._channel.request(header, body, within_s=within_s)
+        except SandboxError as error:
+            process = self._process
+            if process is not None and process.exited.is_set():
+                raise SandboxError(f"{error} (it ended with status {process.status}){self._log()}") from error
+            raise
+
+    def describe(self) -> RuntimeInfo:
+        """See the base class."""
+        return RuntimeInfo(
+            kind=self.spec.kind,
+            pid=self._process.pid if self._process is not None else None,
+            image=self.spec.image,
+            image_digest=None,
+            unenforced=self._unenforced(),
+        )
+
+
+async def _ended(process: SpawnedProcess, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await process.exited.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _content(source: Path | bytes) -> tuple[bytes, int | None]:
+    if isinstance(source, bytes):
+        return source, None
+    return source.read_bytes(), source.stat().st_mode & 0o777

@@ -1,6 +1,7 @@
 """From the policy's configuration to a renderer that is proven for its model. Offline wherever the files are local."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ from prorl_gym.config.models import PolicyConfig
 from prorl_gym.errors import ConfigError
 from prorl_gym.tokens.base import ChatRenderer
 from prorl_gym.tokens.chat_template import ChatTemplate, TemplateRefusal
-from prorl_gym.tokens.proof import make_template_renderer
+from prorl_gym.tokens.library import FAMILIES
+from prorl_gym.tokens.proof import make_library_renderer, make_template_renderer
 from prorl_gym.tokens.tokenizer import load_vocabulary, template_ids
+
+logger = logging.getLogger(__name__)
 
 
 def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
@@ -27,14 +31,65 @@ def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
     tokenizer = _load_tokenizer(source)
     template = _load_template(tokenizer, source)
     vocabulary = load_vocabulary(tokenizer)
+    stop_token_ids = _stop_token_ids(tokenizer, source)
+    keep_thinking = config.thinking == "keep"
+
+    def reference(messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool | None) -> list[int]:
+        return template_ids(tokenizer, messages, tools, enable_thinking=thinking)
+
+    family = _family(config, model)
+    if family is not None:
+        try:
+            return make_library_renderer(
+                family,
+                tokenizer,
+                vocabulary,
+                stop_token_ids=stop_token_ids,
+                keep_thinking=keep_thinking,
+                reference=reference,
+            )
+        except TemplateRefusal as refusal:
+            if config.renderer == family:
+                raise ConfigError(
+                    f"policy.renderer: {family!r} does not write what the chat template of {source!r} writes "
+                    f"({refusal}). Set policy.renderer=template, or auto."
+                ) from refusal
+            logger.info("%s: renderers:%s does not fit, the template itself is used: %s", source, family, refusal)
     return make_template_renderer(
         vocabulary,
         template,
         calls=config.tool_call_format,
-        stop_token_ids=_stop_token_ids(tokenizer, source),
-        keep_thinking=config.thinking == "keep",
-        reference=lambda messages, tools, thinking: template_ids(tokenizer, messages, tools, enable_thinking=thinking),
+        stop_token_ids=stop_token_ids,
+        keep_thinking=keep_thinking,
+        reference=reference,
     )
+
+
+def _family(config: PolicyConfig, model: str) -> str | None:
+    """The family of the `renderers` library to try; None for the template itself.
+
+    Raises:
+        ConfigError: The settings contradict each other.
+    """
+    if config.renderer == "template":
+        return None
+    if config.tool_call_format == "fenced":
+        if config.renderer != "auto":
+            raise ConfigError("policy.tool_call_format=fenced needs policy.renderer=template (or auto)")
+        return None
+    if config.renderer != "auto":
+        return config.renderer
+    from renderers.base import MODEL_RENDERER_MAP
+
+    exact: str | None = MODEL_RENDERER_MAP.get(model)
+    if exact is not None:
+        return exact
+    for source in (model, config.tokenizer):
+        path = Path(source or "", "config.json")
+        if source and path.is_file():
+            settings = json.loads(path.read_bytes())
+            return FAMILIES.get(str(settings.get("model_type")))
+    return None
 
 
 def _load_tokenizer(source: str) -> Any:

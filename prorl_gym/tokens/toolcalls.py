@@ -79,6 +79,16 @@ def format_call(name: str, arguments: Mapping[str, Any], style: ToolCallFormat) 
     return f"<tool_call>\n{call}\n</tool_call>" if style == "hermes" else f"```json\n{call}\n```"
 
 
+def check_call(call_id: str, call: Any) -> ToolRequest:
+    """A call that somebody else took out of the text: runnable only if it is what `parse_calls` would run."""
+    try:
+        name, arguments = _checked(call)
+    except _Malformed as error:
+        written = call.get("name") if isinstance(call, dict) else ""
+        return ToolRequest(call_id, written if isinstance(written, str) else "", None, _told(str(error)))
+    return ToolRequest(call_id, name, arguments)
+
+
 def _hermes_blocks(text: str, complete: bool) -> Iterator[_Block]:
     opening, closing = "<tool_call>", "</tool_call>"
     at = 0
@@ -177,6 +187,8 @@ def _clean(value: Any, depth: int) -> Any:
         return [_clean(item, depth + 1) for item in value]
     if isinstance(value, dict):
         return {without_surrogates(key): _clean(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _Malformed(f"{value} is no JSON number")
     return value
 
 
@@ -188,7 +200,11 @@ def _malformed(text: str, start: int, end: int, error: ValueError, *, cut: bool)
         reason = f"invalid JSON: {error.msg} at {_shown(text[error.pos : end])}"
     else:
         reason = str(error)
-    return _Block(start, end, name[1] if name else "", None, f"This tool call was not run: {reason}.")
+    return _Block(start, end, name[1] if name else "", None, _told(reason))
+
+
+def _told(reason: str) -> str:
+    return f"This tool call was not run: {reason}."
 
 
 def _shown(text: str) -> str:

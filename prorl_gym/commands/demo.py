@@ -32,8 +32,9 @@ Overrides configure the service, as for `serve`, e.g. runtime=local where user n
 
 OUTPUT = Path("rollouts.jsonl")
 REPEATS = 2
-MAX_TURNS = 2
+MAX_TURNS = 3
 _PROBLEMS = Path(__file__).with_name("demo_problems.jsonl")
+"""Each begins with worked examples: so small a model calls a tool only when it has seen how."""
 _ENGINE_START_S = 300.0
 
 

@@ -43,8 +43,14 @@ class MethodNotAllowed(RequestError):
         self.allowed = allowed
 
 
+class ForeignOrigin(RequestError):
+    """A page of another site had somebody's browser send this."""
+
+    status = 403
+
+
 class UnsupportedMedia(RequestError):
-    """The body is not declared as JSON. Also what keeps other sites' pages from posting here through a browser."""
+    """The body is not declared as JSON."""
 
     status = 415
 

@@ -17,7 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 import prorl_gym
 from prorl_gym.errors import ConfigError, JobError, RequestError, Unauthorized
-from prorl_gym.server.answers import ErrorAnswer, MethodNotAllowed, NoSuchPath, error_answer, request_error_answer
+from prorl_gym.server.answers import (
+    ErrorAnswer,
+    ForeignOrigin,
+    MethodNotAllowed,
+    NoSuchPath,
+    error_answer,
+    request_error_answer,
+)
 from prorl_gym.server.control_routes import ControlRoutes
 from prorl_gym.server.job_routes import JobRoutes
 from prorl_gym.server.operation import ClientGone, Operation, header
@@ -71,6 +78,7 @@ class RolloutApp(FastAPI):
         """The answer; None when FastAPI has it, or nobody waits for one any more."""
         try:
             self._authorize(scope)
+            refuse_foreign_page(scope)
             found = self._find(scope)
             if found is None:
                 return None
@@ -163,6 +171,19 @@ class RolloutApp(FastAPI):
             document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"bearer": []}]
         return document
+
+
+def refuse_foreign_page(scope: Scope) -> None:
+    """Refuse commands that a browser sends on behalf of another site's page: loopback needs no token.
+
+    Raises:
+        ForeignOrigin: The request has an origin, and it is not this server.
+    """
+    if scope["method"] in ("GET", "HEAD"):
+        return
+    origin = header(scope, b"origin")
+    if origin is not None and origin.partition(b"://")[2] != header(scope, b"host"):
+        raise ForeignOrigin("pages of other sites may not command this service")
 
 
 def create_app(service: Service) -> RolloutApp:

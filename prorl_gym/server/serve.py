@@ -203,8 +203,10 @@ def _announce(address: str) -> None:
 
 
 def _give_up() -> None:
-    log.error("could not stop in time: ending the process as it is")
-    logging.shutdown()
+    """End the process, also when whoever reads its log is as stuck as it is."""
+    speaking = threading.Thread(target=log.error, args=("could not stop in time: ending as it is",), daemon=True)
+    speaking.start()
+    speaking.join(0.5)
     os._exit(1)
 
 

@@ -37,6 +37,7 @@ HANDLERS = {
         "odd": "Odd",
         "stuck": "Stuck",
         "child": "WithChild",
+        "stubborn": "Stubborn",
         "sandboxed": "Sandboxed",
     }.items()
 }

@@ -105,6 +105,22 @@ class Child:
             await self.process.wait()
 
 
+class Clinging:
+    """Takes longer to stop than anybody wants to wait."""
+
+    async def stop(self) -> None:
+        await asyncio.sleep(9)
+
+
+class Stubborn(NoOp):
+    async def init(self, job: Job) -> Prepared:
+        return Prepared(runtime=Clinging())
+
+    async def run(self, job: Job, prepared: Prepared) -> RunOutput:
+        await asyncio.sleep(600)
+        return _answered()
+
+
 class WithChild(NoOp):
     """Has a child process while in RUN, whose pid it emits."""
 

@@ -146,6 +146,14 @@ async def test_only_json_is_taken(client: Client) -> None:
     assert status == 200
 
 
+async def test_pages_of_other_sites_command_nothing(client: Client) -> None:
+    for path in ("/stop", "/process"):
+        status, error = await client.post(path, headers={"origin": "http://evil.example"})
+        assert (status, error["error"]["type"]) == (403, "ForeignOrigin")
+    status, _ = await client.post("/process", JOB, headers={"origin": client.address})
+    assert status == 200
+
+
 async def test_unknown_paths_and_methods(client: Client) -> None:
     for path in ("/", "/nope", "/jobs/a/b/c", "/process/", "/jobs/"):
         status, error = await client.get(path)

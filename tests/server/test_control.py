@@ -117,9 +117,9 @@ async def test_backends_come_and_go(client: Client) -> None:
 async def test_token_is_asked_for_everywhere_but_at_health(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRORL_GYM_TEST_TOKEN", "s3cret-token")
     async with serving(server={"port": 0, "token_env": "PRORL_GYM_TEST_TOKEN"}) as client:
+        wrong = ("Bearer wrong", "s3cret-token", "Basic s3cret-token", "Bearer s3cret-\u00e9")
         for path in ("/status", "/metrics", "/docs", "/openapi.json", "/nope", "/jobs/x/events"):
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret-token"},
-                            {"authorization": "Basic s3cret-token"}, {"authorization": "Bearer s3cret-\u00e9"}):  # fmt: skip
+            for headers in ({}, *({"authorization": value} for value in wrong)):
                 async with client.session.get(client.address + path, headers=headers) as response:
                     assert response.status == 401
                     assert response.headers["www-authenticate"] == "Bearer"

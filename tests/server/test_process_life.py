@@ -71,16 +71,26 @@ def submit_all(http: aiohttp.ClientSession, address: str, task: str) -> list[asy
     return [asyncio.create_task(post(http, address + "/process", body)) for body in bodies]
 
 
-async def test_sigterm_answers_every_waiter_and_leaves_nothing(server_process: StartProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "event"), [("child", "child"), ("sandboxed", "sandbox")])
+async def test_sigterm_answers_every_waiter_and_leaves_nothing(
+    server_process: StartProcess, tmp_path: Path, task: str, event: str
+) -> None:
     """L-02."""
     file = tmp_path / "address"
-    process = server_process(server={"port": 0, "address_file": str(file)}, pipeline={"run": {"workers": JOBS}})
+    process = server_process(
+        server={"port": 0, "address_file": str(file)},
+        pipeline={"run": {"workers": JOBS}},
+        runtime={"kind": "bubblewrap"},
+    )
     assert file.read_text().strip() == process.address
+    soft, hard = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard
     async with session() as http:
-        waiting = submit_all(http, process.address, "child")
+        waiting = submit_all(http, process.address, task)
         await in_run(http, process.address)
-        children = await pids_of(http, process.address, "child")
-        assert len(children) == JOBS
+        started = await pids_of(http, process.address, event)
+        assert len(started) == JOBS
+        below = [pid for root in started for pid in descendants(root)]
         polling = asyncio.create_task(get(http, process.address + "/jobs/j0?wait_s=300"))
         following = asyncio.create_task(read_stream(http, process.address + "/jobs/j1/events"))
         await get(http, process.address + "/status")
@@ -92,7 +102,7 @@ async def test_sigterm_answers_every_waiter_and_leaves_nothing(server_process: S
         assert "event: cancelled" in await following
         assert await process.ended(10) == 0
         assert time.monotonic() - began < 10
-    assert not any(alive(pid) for pid in children)
+    assert not any(map(alive, below))
     assert not file.exists()
     assert "Traceback" not in process.log.read_text()
 
@@ -127,6 +137,19 @@ async def test_signal_cuts_a_drain_short(server_process: StartProcess) -> None:
         process.process.send_signal(signal.SIGINT)
         assert (await waiting)["status"] == "cancelled"
         assert await process.ended(10) == 0
+
+
+async def test_second_signal_does_not_wait_for_teardown(server_process: StartProcess) -> None:
+    process = server_process()
+    async with session() as http:
+        waiting = asyncio.create_task(post(http, process.address + "/process", {"task": "stubborn", "instance": {}}))
+        await in_run(http, process.address, 1)
+        process.process.send_signal(signal.SIGTERM)
+        assert (await waiting)["status"] == "cancelled"
+        began = time.monotonic()
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended(10) == 1
+        assert time.monotonic() - began < 6
 
 
 async def test_process_ends_in_time_though_a_handler_holds_the_loop(server_process: StartProcess) -> None:
@@ -167,11 +190,10 @@ async def test_slow_reader_does_not_keep_the_process(server_process: StartProces
     writer.close()
 
 
-@pytest.mark.parametrize("task", ["sandboxed"])
-async def test_sigkill_leaves_no_sandbox(server_process: StartProcess, task: str) -> None:
+async def test_sigkill_leaves_no_sandbox(server_process: StartProcess) -> None:
     process = server_process(runtime={"kind": "bubblewrap"}, pipeline={"run": {"workers": JOBS}})
     async with session() as http:
-        waiting = submit_all(http, process.address, task)
+        waiting = submit_all(http, process.address, "sandboxed")
         await in_run(http, process.address)
         sandboxes = await pids_of(http, process.address, "sandbox")
         assert len(sandboxes) == JOBS
@@ -189,12 +211,6 @@ def descendants(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [below for child in (task / "children").read_text().split() for below in descendants(int(child))]
     return found
-
-
-async def test_open_files_may_be_as_many_as_the_user_may_have(server_process: StartProcess) -> None:
-    process = server_process()
-    soft, hard = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
-    assert soft == hard
 
 
 def test_taken_port_is_exit_code_two_and_says_what_helps(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from prorl_gym.handlers.base import AgentHandler, EvalOutput, HandlerContext, Jo
 from prorl_gym.handlers.sandbox_spec import row_image, sandbox_spec
 from prorl_gym.handlers.transcript import chat_transcript, last_answer
 from prorl_gym.resources.base import EpisodeOutcome, ResourcesContext, ResourcesServer, SessionStart, Verdict
-from prorl_gym.resources.confine import confined
+from prorl_gym.resources.confine import Confinement
 from prorl_gym.resources.graders import GraderPool
 from prorl_gym.rollout.agent import Agent, AgentContext
 from prorl_gym.rollout.episode import Episode
 from prorl_gym.rollout.loading import load_class
 from prorl_gym.rollout.toolbox import AGENT_TOOLS, Toolbox
 from prorl_gym.runtimes.base import Runtime
+from prorl_gym.runtimes.bubblewrap import bubblewrap_program
 from prorl_gym.tools.sandbox import SANDBOX_TOOLS
 from prorl_gym.types import JobRequest, StopReason
 
@@ -241,8 +242,9 @@ class EnvironmentHandler(AgentHandler):
 
     def _make_graders(self, grader: Path, **options: Any) -> GraderPool:
         own = self._sandbox.runtime if self._sandbox is not None else None
-        bare = (own or self.context.config.runtime.kind) == "local"
-        return GraderPool(grader, None if bare else confined, **options)
+        config = self.context.config
+        bare = (own or config.runtime.kind) == "local"
+        return GraderPool(grader, None if bare else Confinement(bubblewrap_program(config.paths.state)), **options)
 
     def _check_row_tools(self, row: Mapping[str, Any]) -> None:
         """A row may list tools in NeMo Gym's manner; each must be one that this task has."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from prorl_gym.errors import ConfigError, EvaluationError
-from prorl_gym.resources.confine import confined
+from prorl_gym.resources.confine import Confinement
 from prorl_gym.resources.graders import GraderLimit, GraderPool
+from prorl_gym.runtimes.bubblewrap import bubblewrap_program
 
 GRADER = """
 import os, socket, time
@@ -45,7 +47,8 @@ def grade(request):
         return {"reached": True}
 """
 
-CONFINEMENT = [pytest.param(None, id="local"), pytest.param(confined, id="bubblewrap")]
+CONFINED = Confinement(bubblewrap_program(Path(tempfile.gettempdir(), "prorl_gym-tests")))
+CONFINEMENT = [pytest.param(None, id="local"), pytest.param(CONFINED, id="bubblewrap")]
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def grader(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def pool_of(grader: Path, confine: Callable | None = confined, **options: object) -> AsyncIterator[GraderPool]:
+async def pool_of(grader: Path, confine: Callable | None = CONFINED, **options: object) -> AsyncIterator[GraderPool]:
     pool = GraderPool(grader, confine, **{"workers": 1, "timeout_s": 5.0, **options})
     await pool.start()
     try:

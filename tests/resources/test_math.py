@@ -1,6 +1,7 @@
 """The math environment: what counts as equal, and what hostile answers cannot do."""
 
 import json
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ import pytest_asyncio
 
 from prorl_gym.errors import EvaluationError, RequestError
 from prorl_gym.resources.base import EpisodeOutcome, ResourcesContext, ResourcesServer, Verdict
-from prorl_gym.resources.confine import confined
+from prorl_gym.resources.confine import Confinement
 from prorl_gym.resources.graders import GraderPool
 from prorl_gym.rollout.loading import load_class
+from prorl_gym.runtimes.bubblewrap import bubblewrap_program
 
 ROOT = Path(__file__).parents[2]
+CONFINED = Confinement(bubblewrap_program(Path(tempfile.gettempdir(), "prorl_gym-tests")))
 
 
 def math_server(**config: Any) -> ResourcesServer:
     server_class, _ = load_class([ROOT], "resources_servers", "math", "app.py", ResourcesServer)
-    graders = lambda grader, **options: GraderPool(grader, confined, **options)  # noqa: E731
+    graders = lambda grader, **options: GraderPool(grader, CONFINED, **options)  # noqa: E731
     return server_class(ResourcesContext("math", config, sandbox=None, graders=graders, state_dir=""))
 
 

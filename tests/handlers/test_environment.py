@@ -52,14 +52,16 @@ def world(folder: Path, agent: dict[str, Any] | None = None, **fields: Any) -> A
     return environment(agent, **settings)
 
 
-async def test_a_job_from_seed_to_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["local", "bubblewrap"])
+async def test_a_job_from_seed_to_score(tmp_path: Path, kind: str) -> None:
     script = [
         Reply(text=call("press")),
         Reply(text=call("bash", command="cat data/input.txt > out.txt; cat setup.txt")),
         Reply(text="The end."),
     ]
     setup = {"sandbox": {"setup": ["echo prepared > setup.txt"]}}
-    async with ScriptedLlm(script) as llm, serving(config_of(tmp_path, world(tmp_path, setup)), llm) as pipeline:
+    config = config_of(tmp_path, world(tmp_path, setup), runtime={"kind": kind})
+    async with ScriptedLlm(script) as llm, serving(config, llm) as pipeline:
         result = await result_of(pipeline, ask(goal="fifteen", job_id="j1"))
         await until(lambda: "close" in journal_of(tmp_path))
     assert (result.status, result.stop_reason, result.error) == ("completed", "answered", None)
@@ -77,7 +79,7 @@ async def test_a_job_from_seed_to_score(tmp_path: Path) -> None:
     assert journal_of(tmp_path) == ["seed", "verify", "close"]
     provenance = result.provenance
     assert provenance["model"] == "scripted"
-    assert provenance["sandbox"]["kind"] == "local"
+    assert provenance["sandbox"]["kind"] == kind
     assert provenance["sampling"]["max_tokens"] == 300
     assert len(provenance["tokenizer_digest"]) == 64
 

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of weights and cache")
     parser.add_argument("--max-model-len", type=_positive, help="tokens of prompt and output; the model's own limit")
     parser.add_argument("--max-num-seqs", type=_positive, default=16, help="sequences computed at once")
-    parser.add_argument("--threads", type=_positive, help="CPU threads; all cores of this process when not given")
+    parser.add_argument("--threads", type=_positive, help="CPU threads; one less than cores when not given")
     return parser
 
 

@@ -151,6 +151,10 @@ class AgentHandler(ABC):
     Each of the methods may be `async def` or plain `def`; a plain one runs in a thread. One instance serves all jobs
     of its task at once, so state belongs into what the stages return. Exceptions are data: they end the job, not the
     worker.
+
+    A stage is cut by cancelling it; then it has `pipeline.cancel_grace_s` to end. Neither a thread nor an `async def`
+    that never awaits can be interrupted: the one is listed as left over and its slot freed, the other holds every job
+    up and is named in the log, so what blocks belongs into a plain `def`.
     """
 
     def __init__(self, context: HandlerContext) -> None:

@@ -11,7 +11,6 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from prorl_gym.errors import ConfigError
 from prorl_gym.tokens.body import Vocabulary
 from prorl_gym.tokens.bridge import BridgingRenderer, Positions
 from prorl_gym.tokens.chat_template import TemplateRefusal
@@ -56,8 +55,14 @@ class LibraryRenderer(BridgingRenderer):
     ) -> None:
         """Make the family's renderers and find out its manners.
 
+        Args:
+            family: One of `known_families`.
+            tokenizer: The model's own, of transformers.
+            vocabulary: Of the same tokenizer.
+            stop_token_ids: Ids that end a turn, beside the family's own.
+            keep_thinking: Keep past reasoning in the prompt where the template would strip it.
+
         Raises:
-            ConfigError: The library knows no such family.
             TemplateRefusal: The tokenizer lacks the family's control tokens, or the family cannot write a conversation.
         """
         self.name = f"renderers:{family}{',thinking=keep' if keep_thinking else ''}"
@@ -140,17 +145,11 @@ class LibraryRenderer(BridgingRenderer):
         """The family's own renderer, told never to refuse to append: `_rewrites` decides that.
 
         Raises:
-            ConfigError: There is no such family.
             TemplateRefusal: It does not fit the tokenizer.
         """
         from renderers import create_renderer
 
-        kind = _configs().get(self._family)
-        if kind is None:
-            raise ConfigError(
-                f"policy.renderer: {self._family!r} is unknown; it takes auto, template, or one of "
-                f"{', '.join(known_families())}"
-            )
+        kind = _configs()[self._family]
         settings: dict[str, Any] = {"thinking_retention": "all"}
         if enable_thinking is not None and "enable_thinking" in kind.model_fields:
             settings["enable_thinking"] = enable_thinking

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from prorl_gym.config.models import PolicyConfig
 from prorl_gym.errors import ConfigError
 from prorl_gym.tokens.base import ChatRenderer
 from prorl_gym.tokens.chat_template import ChatTemplate, TemplateRefusal
-from prorl_gym.tokens.library import FAMILIES
+from prorl_gym.tokens.library import FAMILIES, known_families
 from prorl_gym.tokens.proof import make_library_renderer, make_template_renderer
 from prorl_gym.tokens.tokenizer import load_vocabulary, template_ids
 
@@ -27,7 +28,8 @@ def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
     Raises:
         ConfigError: There is no such tokenizer, it has no chat template, or nothing could be proven; says what to set.
     """
-    source = config.tokenizer or model
+    family = _family(config, model)
+    source = os.path.expanduser(config.tokenizer or model)
     tokenizer = _load_tokenizer(source)
     template = _load_template(tokenizer, source)
     vocabulary = load_vocabulary(tokenizer)
@@ -37,7 +39,6 @@ def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
     def reference(messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool | None) -> list[int]:
         return template_ids(tokenizer, messages, tools, enable_thinking=thinking)
 
-    family = _family(config, model)
     if family is not None:
         try:
             return make_library_renderer(
@@ -69,7 +70,7 @@ def _family(config: PolicyConfig, model: str) -> str | None:
     """The family of the `renderers` library to try; None for the template itself.
 
     Raises:
-        ConfigError: The settings contradict each other.
+        ConfigError: There is no such family, or the settings contradict each other.
     """
     if config.renderer == "template":
         return None
@@ -78,6 +79,11 @@ def _family(config: PolicyConfig, model: str) -> str | None:
             raise ConfigError("policy.tool_call_format=fenced needs policy.renderer=template (or auto)")
         return None
     if config.renderer != "auto":
+        if config.renderer not in (known := known_families()):
+            raise ConfigError(
+                f"policy.renderer: {config.renderer!r} is unknown; it takes auto, template, or one of "
+                f"{', '.join(known)}"
+            )
         return config.renderer
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -85,7 +91,7 @@ def _family(config: PolicyConfig, model: str) -> str | None:
     if exact is not None:
         return exact
     for source in (model, config.tokenizer):
-        path = Path(source or "", "config.json")
+        path = Path(source or "", "config.json").expanduser()
         if source and path.is_file():
             settings = json.loads(path.read_bytes())
             return FAMILIES.get(str(settings.get("model_type")))
@@ -168,7 +174,7 @@ def _hub_stop_token_ids(source: str) -> list[Any]:
 
 
 def _looks_local(source: str) -> bool:
-    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
+    return source.startswith(("/", "./", "../")) or source.count("/") > 1
 
 
 def _first_line(error: Exception | None) -> str:

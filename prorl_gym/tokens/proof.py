@@ -109,7 +109,7 @@ def make_library_renderer(
     """A renderer of the `renderers` library, proven for this tokenizer and template.
 
     Args:
-        family: The library's name for it.
+        family: One of `library.known_families`.
         tokenizer: The model's own, of transformers.
         vocabulary: Of the same tokenizer.
         stop_token_ids: Ids that end a turn, beside the family's own.
@@ -117,7 +117,6 @@ def make_library_renderer(
         reference: What rendered prompts must equal id for id.
 
     Raises:
-        ConfigError: The library knows no such family.
         TemplateRefusal: It is another family, or a template of its own; says what differed.
     """
     renderer = LibraryRenderer(

@@ -39,6 +39,14 @@ def qwen3(checkpoint):
     return load_renderer(PolicyConfig(), str(checkpoint))
 
 
+@pytest.fixture(scope="module")
+def checkpoint_parsed_by_library(checkpoint):
+    """As for a family whose calls only the library can read."""
+    renderer = load_renderer(PolicyConfig(), str(checkpoint))
+    renderer._hermes = False
+    return renderer
+
+
 def sampled(renderer, text: str, *end: int) -> list[int]:
     return [*renderer.vocabulary.encode(text), *end]
 
@@ -170,3 +178,30 @@ def test_a_family_that_does_not_fit_is_refused_by_name_and_passed_over_by_auto(c
 
 def test_the_digest_is_of_this_family_and_tokenizer(qwen3, qwen3_template):
     assert len(qwen3.digest()) == 64 and qwen3.digest() != qwen3_template.digest()
+
+
+def test_calls_that_the_librarys_own_parser_lets_pass_are_checked_again(checkpoint_parsed_by_library):
+    renderer = checkpoint_parsed_by_library
+    bodies = [
+        '{"name": "bash", "arguments": {"n": 1}}',
+        '{"name": "bash", "arguments": "{}"}',
+        '{"name": "bash", "arguments": []}',
+        '{"name": "bash", "arguments": {"n": NaN}}',
+        '{"name": 3, "arguments": {}}',
+        "{broken",
+    ]
+    text = "<think>\nhm\n</think>\n\nLook." + "".join(f"\n<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    parsed = renderer.parse(sampled(renderer, text, END), [], turn=4)
+    assert parsed.complete and parsed.message.reasoning == "hm" and parsed.message.content.startswith("Look.")
+    requests = parsed.message.tool_requests
+    assert [request.arguments for request in requests] == [{"n": 1}, None, None, None, None, None]
+    assert [request.id for request in requests] == [f"call_4_{i}" for i in range(6)]
+    assert all(request.error for request in requests[1:])
+    cut = renderer.parse(sampled(renderer, '<tool_call>\n{"name": "bash", "arg'), [], turn=0)
+    assert not cut.complete and all(request.arguments is None for request in cut.message.tool_requests)
+
+
+@given(ids=st.lists(st.integers(-5, 152_000)))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_ids_make_the_librarys_parser_raise(checkpoint_parsed_by_library, ids):
+    checkpoint_parsed_by_library.parse(ids, [], turn=0).message.content.encode()

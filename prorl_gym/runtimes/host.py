@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import stat
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from prorl_gym.runtimes.spawner import start_time_of
 from prorl_gym.runtimes.toolenv import ToolEnvironment, tool_environment
 
 _UIDS = 1 << 16
+_SWEEP_KILL_S = 2.0
 _UID_RANGES = (2_000_000_000, 1_000_000, 20_000)
 """First ids of ranges that no distribution hands out to people; the first one that this host maps is used."""
 
@@ -41,8 +43,13 @@ class SandboxRecord:
 
 
 def runs(process: tuple[int, int | None] | None) -> bool:
-    """Whether a recorded process still exists."""
-    return process is not None and process[1] is not None and start_time_of(process[0]) == process[1]
+    """Whether a recorded process still exists; one that has ended and waits to be reaped does not."""
+    if process is None or process[1] is None or start_time_of(process[0]) != process[1]:
+        return False
+    try:
+        return Path(f"/proc/{process[0]}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class UidLease:
@@ -206,10 +213,18 @@ class Host:
             if (mine and not own and record.sandbox_id not in self.leftovers) or (not mine and runs(record.owner)):
                 continue
             if runs(record.process) and record.process is not None:
-                with contextlib.suppress(OSError):
-                    os.killpg(record.process[0], signal.SIGKILL)
+                _kill(record.process)
             cleared += self.remove(record) is None
         return cleared
+
+
+def _kill(process: tuple[int, int | None]) -> None:
+    """End a recorded process and its group, and wait a little until it has gone."""
+    deadline = time.monotonic() + _SWEEP_KILL_S
+    while runs(process) and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            os.killpg(process[0], signal.SIGKILL)
+        time.sleep(0.01)  # not our child: nothing tells of its end
 
 
 def _passable(folder: Path) -> bool:

@@ -156,7 +156,7 @@ class FileEditor:
 
 def _read(path: Path) -> _Text:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise Refused(f"{path} is a directory")
@@ -164,7 +164,9 @@ def _read(path: Path) -> _Text:
             raise Refused(f"{path} is not a regular file")
         if status.st_size > _MAX_FILE_BYTES:
             raise Refused(f"{path} has {status.st_size} bytes, more than this tool reads ({_MAX_FILE_BYTES}): use bash")
-        raw = file.read()
+        raw = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
+    finally:
+        os.close(descriptor)
     for bom, encoding in (
         (codecs.BOM_UTF8, "utf-8"),
         (codecs.BOM_UTF16_LE, "utf-16-le"),

@@ -25,14 +25,16 @@ def write_chunk(path: str, offset: int, chunk: bytes, mode: int | None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags | (os.O_TRUNC if offset == 0 else 0), 0o644)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
+    try:
         _check_regular(descriptor, path)
         if mode is not None:
             os.fchmod(descriptor, mode)
         view = memoryview(chunk)
         while view:
-            written = os.pwrite(file.fileno(), view, offset)
+            written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
+    finally:
+        os.close(descriptor)
 
 
 def read_chunk(path: str, offset: int) -> tuple[bytes, int]:
@@ -43,9 +45,11 @@ def read_chunk(path: str, offset: int) -> tuple[bytes, int]:
         NotAFile: The path is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb", buffering=0):
+    try:
         size = _check_regular(descriptor, path)
         return os.pread(descriptor, CHUNK_BYTES, offset), size
+    finally:
+        os.close(descriptor)
 
 
 def _check_regular(descriptor: int, path: str) -> int:

@@ -52,6 +52,7 @@ class Session:
     def __init__(self, job_id: str, resources: ResourcesServer | None) -> None:
         self.id = f"{job_id}-{uuid.uuid4().hex[:8]}"
         self.start = SessionStart()
+        self.runtime: Runtime | None = None
         self.provenance: dict[str, Any] = {}
         self._resources = resources
 
@@ -118,7 +119,7 @@ class EnvironmentHandler(AgentHandler):
                 raise HandlerError("the session brings files, and the agent has no sandbox to put them into")
             return Prepared(metadata=session)
         spec = sandbox_spec(self.context.config, self._sandbox, job.request.instance, job_id=job.id)
-        runtime = self.context.sandbox(spec)
+        runtime = session.runtime = self.context.sandbox(spec)
         job.adopt(runtime)
         await runtime.start()
         described = runtime.describe()
@@ -135,7 +136,6 @@ class EnvironmentHandler(AgentHandler):
     async def run(self, job: Job, prepared: Prepared) -> RunOutput:
         """Let the agent act, then take out of the sandbox what scoring needs."""
         session: Session = prepared.metadata
-        runtime = prepared.runtime if isinstance(prepared.runtime, Runtime) else None
         policy = self.context.policy(job.request.policy)
         renderer = await policy.renderer(job.waiting)
         failure: AgentFailed | None = None
@@ -148,7 +148,7 @@ class EnvironmentHandler(AgentHandler):
                 toolbox=Toolbox(
                     self.context.config.tool,
                     self._environment.agent.tools,
-                    runtime=runtime,
+                    runtime=session.runtime,
                     resources=self._resources,
                     session_id=session.id,
                     session_tools=session.start.tools,
@@ -167,8 +167,15 @@ class EnvironmentHandler(AgentHandler):
                 stop, failure = StopReason.ERROR, AgentFailed(f"agent {self._environment.agent_type}: {error!r}")
                 failure.__cause__ = error
         answer = last_answer(job.recorder) if episode.submitted is None else episode.submitted
-        artifacts = {} if runtime is None else await self._capture(runtime, job.request.instance)
+        artifacts = await self._capture(session, job.request.instance)
         return RunOutput(stop, answer=answer, artifacts=artifacts, metadata=session, error=failure)
+
+    async def run_exception(self, job: Job, error: Exception) -> RunOutput | None:
+        """An episode that ran out of time may be scored all the same: take out what there is."""
+        if not isinstance(error, StageTimeout) or self.context.config.pipeline.on_run_timeout != "evaluate":
+            return None
+        artifacts = await self._capture(self._sessions[job.id], job.request.instance)
+        return RunOutput(StopReason.TIMEOUT, answer=last_answer(job.recorder), artifacts=artifacts, error=error)
 
     async def eval(self, job: Job, run_output: RunOutput) -> EvalOutput:
         """Have the resources server score the episode, unless the infrastructure broke it."""
@@ -257,7 +264,8 @@ class EnvironmentHandler(AgentHandler):
         field = "instance.responses_create_params.tools"
         known = [spec.name for spec in self._base_tools]
         for index, tool in enumerate(listed if isinstance(listed, list) else [listed]):
-            name = tool.get("name") if isinstance(tool, Mapping) else None
+            described = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            name = described.get("name") if isinstance(described, Mapping) else None
             if name not in known:
                 raise RequestError(
                     f"unknown tool {name!r}; this task has {', '.join(known) or 'none'}", field=f"{field}[{index}]"
@@ -270,11 +278,13 @@ class EnvironmentHandler(AgentHandler):
                 how = "ran over its time" if reply.timed_out else f"ended with {reply.exit_code}"
                 raise RuntimeStartError(f"setup command {command!r} {how}: {reply.text[-2000:]}")
 
-    async def _capture(self, runtime: Runtime, row: Mapping[str, Any]) -> dict[str, bytes]:
+    async def _capture(self, session: Session, row: Mapping[str, Any]) -> dict[str, bytes]:
         captured: dict[str, bytes] = {}
-        for path in self._resources.capture(row) if self._resources is not None else ():
+        if session.runtime is None or self._resources is None:
+            return captured
+        for path in self._resources.capture(row):
             try:
-                captured[path] = await runtime.copy_out(_relative(path), max_bytes=MAX_ARTIFACT_BYTES)
+                captured[path] = await session.runtime.copy_out(_relative(path), max_bytes=MAX_ARTIFACT_BYTES)
             except FileNotFoundError:
                 continue
         return captured

@@ -11,7 +11,7 @@ from prorl_gym.errors import ConfigError, RequestError
 from prorl_gym.pipeline import Pipeline
 from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.testing import Reply, ScriptedLlm
-from prorl_gym.types import JobRequest, JobResult, SamplingParams
+from prorl_gym.types import JobRequest, JobResult, SamplingParams, StageTimeouts
 
 from .kit import ask, call, config_of, environment, registry_of, serving
 
@@ -201,6 +201,18 @@ async def test_a_broken_grader_is_never_a_reward(tmp_path: Path, mode: str, kind
     assert result.reward in (None, 0.0)
     assert (result.failure.stage, result.failure.kind) == ("eval", kind)
     assert says in result.failure.message
+
+
+@pytest.mark.parametrize(("rule", "reward"), [("skip", None), ("evaluate", 1.0)])
+async def test_an_episode_out_of_time_is_scored_only_on_demand(tmp_path: Path, rule: str, reward: float | None) -> None:
+    script = [Reply(text=call("bash", command="cat data/input.txt > out.txt; sleep 60"))]
+    config = config_of(tmp_path, world(tmp_path), pipeline={"on_run_timeout": rule})
+    request = ask().model_copy(update={"stage_timeouts_s": StageTimeouts(run=1.0)})
+    async with ScriptedLlm(script) as llm, serving(config, llm) as pipeline:
+        result = await result_of(pipeline, request)
+    assert (result.status, result.stop_reason) == ("timeout", "timeout")
+    assert (result.reward, result.mask_sample) == (reward, reward is None)
+    assert len(result.segments) == 1
 
 
 async def test_without_a_resources_server_there_is_a_trajectory_and_no_reward(tmp_path: Path) -> None:

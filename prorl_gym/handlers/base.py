@@ -16,6 +16,8 @@ from prorl_gym.runtimes.base import Runtime, SandboxSpec
 from prorl_gym.tokens.recorder import Recorder
 from prorl_gym.types import JobRequest, StopReason
 
+_job_logger = logging.getLogger("prorl_gym.job")
+
 Lifetime = Literal["stage", "end"]
 """How long an adopted resource lives; see `Job.adopt`."""
 
@@ -79,7 +81,7 @@ class Job:
         self.task = task
         self.request = request
         self.recorder = Recorder()
-        self.log = logging.LoggerAdapter(logging.getLogger("prorl_gym.job"), {"job_id": job_id})
+        self.log = logging.LoggerAdapter(_job_logger, {"job_id": job_id})
         self._hooks = hooks
 
     @asynccontextmanager

@@ -18,6 +18,7 @@ from prorl_gym.errors import (
     JobError,
     RequestError,
     RuntimeStartError,
+    SandboxError,
     StageTimeout,
 )
 from prorl_gym.handlers.base import AgentHandler, EvalOutput, HandlerContext, Job, Prepared, RunOutput
@@ -37,6 +38,7 @@ from prorl_gym.types import JobRequest, StopReason
 
 MAX_ARTIFACT_BYTES = 16 << 20
 CLOSE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 
 
 class AgentFailed(HandlerError):
@@ -167,14 +169,14 @@ class EnvironmentHandler(AgentHandler):
                 stop, failure = StopReason.ERROR, AgentFailed(f"agent {self._environment.agent_type}: {error!r}")
                 failure.__cause__ = error
         answer = last_answer(job.recorder) if episode.submitted is None else episode.submitted
-        artifacts = await self._capture(session, job.request.instance)
+        artifacts = await self._capture(job, session)
         return RunOutput(stop, answer=answer, artifacts=artifacts, metadata=session, error=failure)
 
     async def run_exception(self, job: Job, error: Exception) -> RunOutput | None:
         """An episode that ran out of time may be scored all the same: take out what there is."""
         if not isinstance(error, StageTimeout) or self.context.config.pipeline.on_run_timeout != "evaluate":
             return None
-        artifacts = await self._capture(self._sessions[job.id], job.request.instance)
+        artifacts = await self._capture(job, self._sessions[job.id])
         return RunOutput(StopReason.TIMEOUT, answer=last_answer(job.recorder), artifacts=artifacts, error=error)
 
     async def eval(self, job: Job, run_output: RunOutput) -> EvalOutput:
@@ -278,15 +280,20 @@ class EnvironmentHandler(AgentHandler):
                 how = "ran over its time" if reply.timed_out else f"ended with {reply.exit_code}"
                 raise RuntimeStartError(f"setup command {command!r} {how}: {reply.text[-2000:]}")
 
-    async def _capture(self, session: Session, row: Mapping[str, Any]) -> dict[str, bytes]:
+    async def _capture(self, job: Job, session: Session) -> dict[str, bytes]:
+        """The files that scoring needs. One that the agent made unreadable is missing, like one that it never wrote."""
         captured: dict[str, bytes] = {}
-        if session.runtime is None or self._resources is None:
+        runtime = session.runtime
+        if runtime is None or self._resources is None:
             return captured
-        for path in self._resources.capture(row):
+        for path in self._resources.capture(job.request.instance):
             try:
-                captured[path] = await session.runtime.copy_out(_relative(path), max_bytes=MAX_ARTIFACT_BYTES)
+                captured[path] = await runtime.copy_out(_relative(path), max_bytes=MAX_ARTIFACT_BYTES)
             except FileNotFoundError:
                 continue
+            except SandboxError as error:
+                await runtime.call("bash", {"command": ":"}, timeout_s=PROBE_TIMEOUT_S)  # raises if it is the sandbox
+                job.warn(f"not captured: {error}")
         return captured
 
 

@@ -103,6 +103,15 @@ async def test_no_sandbox_and_the_real_math_environment(tmp_path: Path) -> None:
     assert (wrong.reward, wrong.resolved, wrong.mask_sample) == (0.0, False, False)
 
 
+@pytest.mark.parametrize("command", ["mkdir out.txt", "mkfifo out.txt", "head -c 20M /dev/zero > out.txt"])
+async def test_an_agent_cannot_dodge_its_score_with_a_file_that_nobody_can_read(tmp_path: Path, command: str) -> None:
+    script = [Reply(text=call("bash", command=command)), Reply(text="ok")]
+    async with ScriptedLlm(script) as llm, serving(config_of(tmp_path, world(tmp_path)), llm) as pipeline:
+        result = await result_of(pipeline, ask())
+    assert (result.status, result.reward, result.mask_sample) == ("completed", 0.0, False)
+    assert any("out.txt" in warning for warning in result.warnings)
+
+
 async def test_many_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
     script = [Reply(text=call("bash", command="cat data/input.txt > out.txt; pwd")), Reply(text="ok")]
     async with ScriptedLlm(script) as llm, serving(config_of(tmp_path, world(tmp_path)), llm) as pipeline:

@@ -20,6 +20,7 @@ from prorl_gym.config.models import PathsConfig, PipelineConfig, PoolConfig, Pro
 from prorl_gym.handlers.base import AgentHandler, EvalOutput, HandlerContext, Job, Prepared, RunOutput
 from prorl_gym.handlers.registry import HandlerRegistry
 from prorl_gym.pipeline import Pipeline
+from prorl_gym.server.serve import spare_the_collector
 from prorl_gym.types import JobRequest, StopReason
 
 STAGES_S = (0.2, 0.6, 0.2)
@@ -188,6 +189,7 @@ async def everything(table: Table) -> None:
 
 def main() -> None:
     """Print the table."""
+    spare_the_collector()  # as the service does
     table = Table("what", "measured", "against", title="pipeline")
     asyncio.run(everything(table))
     uvloop.run(cost(table, NoOp, NOOP_JOBS))

@@ -37,18 +37,22 @@ class HandlerThreads:
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a call in a thread and wait for its end.
 
-        A thread cannot be interrupted: a cancel is delivered once the call has returned.
+        A thread cannot be interrupted: a cancel is delivered once the call has returned, at once while it has no thread.
         """
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         future: asyncio.Future[Any] = loop.create_future()
-        self._queued.append((future, lambda: context.run(function, *arguments)))
+        call = (future, lambda: context.run(function, *arguments))
+        self._queued.append(call)
         self._dispatch(loop)
         cancelled = False
         while not future.done():
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError:
+                if call in self._queued:
+                    self._queued.remove(call)
+                    raise
                 cancelled = True
         if cancelled:
             future.exception()

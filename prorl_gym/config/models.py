@@ -195,10 +195,31 @@ class PathsConfig(_Model):
 
 
 class ImagesConfig(_Model):
-    """Which images data rows may name."""
+    """Images: which ones data rows may name, and how images are built and fetched."""
 
     allow: tuple[str, ...] = ()
     """Glob patterns; a row's image that matches none is refused."""
+    mode: Literal["scratch", "versioned", "lock"] = "lock"
+    """When a built image is used again: never; while base and framework version are the same; while base and lock file
+    are. A changed definition is another image in every mode."""
+    format: Literal["sif", "directory"] = "sif"
+    """`directory` starts faster and serves bubblewrap too; `sif` is one file, which suits shared file systems."""
+    bases: dict[str, str] = {}
+    """Definition → source it starts from, in place of its own: docker://NAME:TAG, oras://..., localimage:/FILE.sif,
+    debootstrap:SUITE@MIRROR."""
+    values: dict[str, dict[str, Any]] = {}
+    """Definition → values for its template, over its own."""
+    fakeroot: bool = True
+    """Build as root of a user namespace (wants a line in /etc/subuid, or the program fakeroot). False for a service that
+    is fully root."""
+    parallel: int = Field(4, ge=1, le=64)
+    """Images built or fetched at once."""
+    timeout_s: PositiveSeconds = 7200.0
+    """One build or fetch."""
+    auth_file: Path | None = None
+    """Credentials for registries in Docker's format, as `apptainer build --authfile` takes them."""
+    plain_http: bool = False
+    """Speak HTTP to registries, for one on the local network."""
 
 
 class LoggingConfig(_Model):

@@ -1,0 +1,222 @@
+"""Builds images from definitions and fetches those that data sets name, each once."""
+
+import asyncio
+import hashlib
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prorl_gym import __version__
+from prorl_gym.config.models import ImagesConfig, ProrlConfig
+from prorl_gym.errors import ConfigError
+from prorl_gym.runtimes.images.definition import Definition, find_definition, find_definitions
+from prorl_gym.runtimes.images.program import ApptainerProgram
+from prorl_gym.runtimes.images.recipe import BuildMode, Recipe
+from prorl_gym.runtimes.images.source import ImageSource, parse_source
+from prorl_gym.runtimes.images.store import ImageRecord, ImageStore, StoredImage, image_file, size_of
+
+
+@dataclass(frozen=True, slots=True)
+class Obtained:
+    """An image that is there now.
+
+    Attributes:
+        path: Of the .sif file or the folder.
+        image: Its place in the store; None when it is used where it lies.
+        made: Whether this call made it; False when it was there, or somebody else made it meanwhile.
+        stale: What has changed since without making it another image: `lock file`, `sources`.
+    """
+
+    path: Path
+    image: StoredImage | None
+    made: bool
+    stale: tuple[str, ...] = ()
+
+
+class RuntimeImageBuilder:
+    """One service's or command's way to images. Methods may run at once, also on other hosts with the same store."""
+
+    def __init__(self, config: ProrlConfig, *, framework_version: str = __version__) -> None:
+        self._config: ImagesConfig = config.images
+        self._roots = config.roots
+        self._version = framework_version
+        self._slots = asyncio.Semaphore(config.images.parallel)
+        self._program = ApptainerProgram(config.paths.state)
+        self.store = ImageStore(config.paths.images)
+        unknown = {*config.images.bases, *config.images.values} - find_definitions(self._roots).keys()
+        for name in sorted(unknown):
+            find_definition(self._roots, name)  # says which are known
+
+    def definitions(self) -> dict[str, Definition]:
+        """What can be built."""
+        return find_definitions(self._roots)
+
+    def render(self, name: str) -> str:
+        """The text that Apptainer would be given.
+
+        Raises:
+            ConfigError: No such definition, or it does not render.
+        """
+        definition = find_definition(self._roots, name)
+        return definition.render(self._base(definition), self._values(definition), self._version)
+
+    async def locate(self, reference: str) -> Path:
+        """The image of a definition or a source that is there already; nothing is built or fetched.
+
+        Raises:
+            ConfigError: It is not there; the message has the command that gets it.
+        """
+        definition = self.definitions().get(reference)
+        if definition is None:
+            source = parse_source(reference)
+            recipe = await asyncio.to_thread(self._pull_recipe, source)
+            if source.kind == "path":
+                return Path(source.location)
+            found = self.store.find(str(source), recipe, "lock")
+            advice = f"python -m prorl_gym images pull '{source}'"
+        else:
+            recipe = await asyncio.to_thread(self._recipe, definition)
+            found = self.store.find(reference, recipe, self._mode(definition))
+            advice = f"python -m prorl_gym images build {reference}"
+        if found is None:
+            raise ConfigError(f"image {reference} is not in {self.store.root}; get it with: {advice}")
+        await asyncio.to_thread(self.store.touch, found)
+        return found.path
+
+    async def build(self, name: str) -> Obtained:
+        """The image of a definition, built unless one that counts as the same is there.
+
+        Raises:
+            ConfigError: No such definition, it does not render, or Apptainer is missing.
+            ImageError: The build failed; ends with Apptainer's last lines.
+        """
+        definition = find_definition(self._roots, name)
+        mode = self._mode(definition)
+        recipe = await asyncio.to_thread(self._recipe, definition)
+        text = self.render(name)
+
+        async def make(folder: Path) -> None:
+            (folder / "image.def").write_text(text)
+            privilege = ["--fakeroot"] if self._config.fakeroot else []
+            await self._apptainer(folder, privilege, str(folder / "image.def"), cwd=definition.folder)
+
+        return await self._once(name, "built", recipe, mode, make)
+
+    async def pull(self, reference: str) -> Obtained:
+        """The image of a source, fetched or packed unless it is there; a bare path is used where it lies.
+
+        With `images.mode=scratch` it is fetched anew, which is how a tag that moved is followed.
+
+        Raises:
+            ConfigError: No source, a local one that does not exist, or Apptainer is missing.
+            ImageError: It could not be fetched; ends with Apptainer's last lines.
+        """
+        source = parse_source(reference)
+        recipe = await asyncio.to_thread(self._pull_recipe, source)
+        if source.kind == "path":
+            return Obtained(Path(source.location), None, made=False)
+        if source.kind == "debootstrap":
+            raise ConfigError(f"image {source}: a base for definitions, it cannot be fetched as it is")
+
+        async def make(folder: Path) -> None:
+            local = Path(source.location)
+            if source.kind == "localimage" and local.suffix == ".sif" and self._config.format == "sif":
+                await asyncio.to_thread(shutil.copyfile, local, folder / image_file("sif"))
+                return
+            # Packing a folder keeps its owners without any privilege; unpacking needs to set them.
+            packs = source.kind == "localimage" and self._config.format == "sif"
+            privilege = ["--fakeroot"] if self._config.fakeroot and not packs else []
+            await self._apptainer(folder, privilege, source.build_argument(), cwd=folder)
+
+        mode: BuildMode = "scratch" if self._config.mode == "scratch" else "lock"
+        return await self._once(str(source), "pulled", recipe, mode, make)
+
+    async def _once(
+        self,
+        name: str,
+        origin: Literal["built", "pulled"],
+        recipe: Recipe,
+        mode: BuildMode,
+        make: Callable[[Path], Awaitable[None]],
+    ) -> Obtained:
+        before = self.store.find(name, recipe, mode)
+        if before is not None and mode != "scratch":
+            return self._reused(before, recipe)
+
+        def made_meanwhile() -> Obtained | None:
+            now = self.store.find(name, recipe, mode)
+            is_new = now is not None and (before is None or now.folder != before.folder)
+            return self._reused(now, recipe) if now is not None and is_new else None
+
+        async with self._slots, self.store.lock(name, recipe):
+            if obtained := made_meanwhile():
+                return obtained  # from the same recipe, so it is fresh too
+            partial = await asyncio.to_thread(self.store.new_partial, name, recipe)
+            try:
+                began = time.monotonic()
+                await make(partial)
+                seconds = time.monotonic() - began
+                record = await asyncio.to_thread(_record, partial, name, origin, recipe, seconds)
+                if obtained := made_meanwhile():
+                    return obtained  # this process was taken for dead, and another did the work
+                image = self.store.publish(partial, record)
+                return Obtained(image.path, image, made=True)
+            finally:
+                await asyncio.shield(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
+
+    def _reused(self, image: StoredImage, wanted: Recipe) -> Obtained:
+        self.store.touch(image)
+        return Obtained(image.path, image, made=False, stale=image.record.recipe.changed_since(wanted))
+
+    async def _apptainer(self, folder: Path, options: list[str], spec: str, *, cwd: Path) -> None:
+        form = self._config.format
+        registry = ["--authfile", str(self._config.auth_file)] if self._config.auth_file else []
+        registry += ["--no-https"] if self._config.plain_http else []
+        target = str(folder / image_file(form))
+        sandbox = ["--sandbox"] if form == "directory" else []
+        await self._program.run(
+            ["build", *sandbox, *options, *registry, target, spec],
+            cwd=cwd, log=folder / "build.log", timeout_s=self._config.timeout_s,
+        )  # fmt: skip
+
+    def _recipe(self, definition: Definition) -> Recipe:
+        base = self._base(definition)
+        text = definition.render(base, self._values(definition), "")
+        return Recipe(
+            definition=hashlib.sha256(text.encode()).hexdigest(),
+            base=None if base is None else base.identity(),
+            framework_version=self._version,
+            lock=definition.lock_digest(),
+            sources=definition.sources_digest(),
+            format=self._config.format,
+        )
+
+    def _pull_recipe(self, source: ImageSource) -> Recipe:
+        return Recipe(base=source.identity(), format=self._config.format)
+
+    def _base(self, definition: Definition) -> ImageSource | None:
+        text = self._config.bases.get(definition.name, definition.settings.base)
+        return None if text is None else parse_source(text)
+
+    def _values(self, definition: Definition) -> dict[str, object]:
+        return {**definition.settings.values, **self._config.values.get(definition.name, {})}
+
+    def _mode(self, definition: Definition) -> BuildMode:
+        return self._config.mode if self._config.mode == "scratch" else definition.settings.mode or self._config.mode
+
+
+def _record(folder: Path, name: str, origin: Literal["built", "pulled"], recipe: Recipe, seconds: float) -> ImageRecord:
+    """What is known of a made image. Blocks: a .sif is read once."""
+    image = folder / image_file(recipe.format)
+    if recipe.format == "sif":
+        with image.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    else:
+        digest = hashlib.sha256(folder.name.encode()).hexdigest()
+    return ImageRecord(
+        name=name, origin=origin, recipe=recipe, digest=digest, size_bytes=size_of(image), created=time.time(),
+        seconds=round(seconds, 2),
+    )  # fmt: skip

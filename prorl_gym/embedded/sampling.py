@@ -18,6 +18,9 @@ import torch
 
 from prorl_gym.embedded.sequence import SamplingParams
 
+#: How many of the most likely tokens are sorted before all are: nearly always enough, and a tenth of the time.
+CANDIDATES = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -60,20 +63,31 @@ def sample(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[floa
 
 def _truncate(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Set what min-p, top-k and top-p cut off to -inf. logits: [N, V]."""
-    size = logits.shape[-1]
+    cut, whole = _cut_among(logits, params, min(CANDIDATES, logits.shape[-1]))
+    if not all(whole):
+        again = [i for i, complete in enumerate(whole) if not complete]
+        rows = torch.tensor(again, device=logits.device)
+        cut[rows] = _cut_among(logits[rows], [params[i] for i in again], logits.shape[-1])[0]
+    return cut
+
+
+def _cut_among(logits: torch.Tensor, params: Seq[SamplingParams], width: int) -> tuple[torch.Tensor, list[bool]]:
+    """Cut, looking only at the `width` most likely tokens; [N] says for which rows nothing beyond them would stay."""
     min_p = torch.tensor([p.min_p for p in params], device=logits.device)[:, None]
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else size for p in params], device=logits.device)[:, None]
+    top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=logits.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=logits.device)[:, None]
-    ordered, order = logits.sort(dim=-1, descending=True)
     # p < min_p * p_max, in logs; log(0) = -inf cuts nothing.
-    drop = ordered < ordered[:, :1] + min_p.log()
-    drop |= torch.arange(size, device=logits.device)[None] >= top_k
-    ordered = ordered.masked_fill(drop, -torch.inf)
-    probs = ordered.softmax(dim=-1)
+    logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+    best, ids = logits.topk(width, dim=-1)
+    best = best.masked_fill(torch.arange(width, device=logits.device)[None] >= top_k, -torch.inf)
+    total = torch.where(top_k <= width, best.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+    probs = (best - total).double().exp()
     # A token stays while the mass before it is below top_p, so the first always stays; 1.0 must cut nothing.
-    before = probs.double().cumsum(dim=-1) - probs
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1.0), -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ordered)
+    before = probs.cumsum(dim=-1) - probs
+    best = best.masked_fill((before >= top_p) & (top_p < 1.0), -torch.inf)
+    # A top-k beyond the width would also need the mass up to it.
+    whole = (best[:, -1] == -torch.inf) & ((top_k <= width) | (top_k >= logits.shape[-1]))[:, 0]
+    return torch.full_like(logits, -torch.inf).scatter_(1, ids, best), whole.tolist()
 
 
 def _draw(logprobs: torch.Tensor, uniforms: Seq[float], best: torch.Tensor) -> torch.Tensor:

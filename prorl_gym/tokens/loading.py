@@ -93,8 +93,7 @@ def _family(config: PolicyConfig, model: str) -> str | None:
     for source in (model, config.tokenizer):
         path = Path(source or "", "config.json").expanduser()
         if source and path.is_file():
-            settings = json.loads(path.read_bytes())
-            return FAMILIES.get(str(settings.get("model_type")))
+            return FAMILIES.get(str(_read_settings(path).get("model_type")))
     return None
 
 
@@ -112,13 +111,12 @@ def _load_tokenizer(source: str) -> Any:
             "that holds the tokenizer of the model the engine serves, or to its hub id."
         )
     failure: Exception | None = None
-    for local_files_only in (True, False):
+    may_ask_the_hub = "/" in source and not Path(source).is_dir()
+    for local_files_only in (True, False) if may_ask_the_hub else (True,):
         try:
             return AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
         except (OSError, ValueError, KeyError, ImportError) as error:
             failure = error
-        if Path(source).is_dir():
-            break
     raise ConfigError(
         f"policy.tokenizer: no tokenizer could be loaded from {source!r} ({_first_line(failure)}). Set policy."
         "tokenizer to a local folder with tokenizer.json and tokenizer_config.json, or to a hub id that "
@@ -152,11 +150,7 @@ def _stop_token_ids(tokenizer: Any, source: str) -> list[int]:
     found: list[Any] = [tokenizer.eos_token_id]
     path = Path(source, "generation_config.json")
     if path.is_file():
-        try:
-            settings = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ConfigError(f"policy.model: {path} is no JSON: {error}") from error
-        told = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        told = _read_settings(path).get("eos_token_id")
         found.extend(told if isinstance(told, list) else [told])
     elif not Path(source).is_dir():
         found.extend(_hub_stop_token_ids(source))
@@ -171,6 +165,21 @@ def _hub_stop_token_ids(source: str) -> list[Any]:
     except OSError:
         return []
     return told if isinstance(told, list) else [told]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """One of the model's JSON files.
+
+    Raises:
+        ConfigError: It holds no JSON object.
+    """
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"policy.model: {path} is no JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"policy.model: {path} holds no JSON object")
+    return settings
 
 
 def _looks_local(source: str) -> bool:

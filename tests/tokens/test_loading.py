@@ -105,6 +105,9 @@ def test_what_is_not_there_is_said_with_the_setting_to_change(tmp_path, monkeypa
         load_renderer(PolicyConfig(), "/no/such/model")
     with pytest.raises(ConfigError, match=r"policy\.tokenizer: no tokenizer could be loaded from '.*local folder with"):
         load_renderer(PolicyConfig(), str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(ConfigError, match=r"no tokenizer could be loaded from 'served-name'"):
+        load_renderer(PolicyConfig(), "served-name")
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_with_the_fix(tiny_folder, tmp_path):

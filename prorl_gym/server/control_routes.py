@@ -93,8 +93,8 @@ class ControlRoutes:
             raise RequestError("deadline_s bounds a drain; say drain: true", field="deadline_s")
         if body.exit:
             self._service.request_exit(drain_s=(body.deadline_s if body.drain else 0.0))
-        else:
-            await self._service.pipeline.stop(drain=body.drain, deadline_s=body.deadline_s)
+            return JsonAnswer({"status": "stopping", "instance_id": self._service.instance_id})
+        await self._service.pipeline.stop(drain=body.drain, deadline_s=body.deadline_s)
         return self._state()
 
     async def resize(self, body: PoolSizes) -> Response:
@@ -123,6 +123,7 @@ class ControlRoutes:
         described = [
             {
                 "task": environment.name,
+                "alias": environment.name.removesuffix("_agent"),
                 "agent": environment.agent_type,
                 "resources_server": environment.resources_type,
                 "tools": environment.agent.tools,

@@ -11,8 +11,6 @@ from prorl_gym.server.app import create_app
 from prorl_gym.server.listener import address_of
 from prorl_gym.server.service import Service
 
-GRACE_S = 2
-"""For connections to take their last answer, once no job is left."""
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections: the side that sends next should be the one that closes."""
 
@@ -63,13 +61,15 @@ class HttpServer:
         if self._serving is not None:
             await asyncio.wait((self._serving,))
 
-    async def stop(self, *, force: bool = False) -> None:
-        """Stop listening and let answers go out; those that take longer than the grace are cut. Idempotent.
+    async def stop(self, *, grace_s: float = 2.0, force: bool = False) -> None:
+        """Stop listening and let answers go out; those that take longer are cut. Idempotent.
 
         Args:
+            grace_s: For clients to take their last answer.
             force: Cut them at once.
         """
         self._uvicorn.should_exit = True
+        self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._uvicorn.leaving.set()
         self._uvicorn.force_exit = force
         await self.closed()
@@ -93,5 +93,4 @@ def _config(service: Service) -> uvicorn.Config:
         date_header=False,
         backlog=4096,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
     )

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 from collections import Counter
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ class JobRoutes:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._attached: Counter[str] = Counter()
+        self._encoders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prorl-encode")
         self.operations = (
             Operation("POST", "/process", self.process, Description(
                 "Roll out one row and wait", "jobs", JobResult, errors=(400, 401, 409, 413, 415, 429, 503))),
@@ -64,7 +66,7 @@ class JobRoutes:
             self._attached[ticket.id] -= 1
             if not self._attached[ticket.id]:
                 del self._attached[ticket.id]
-        return await _result_answer(request, outcome, body.include, ticket=None, compress=body.include is not None)
+        return await self._result(request, outcome, body.include, view_of=None, compress=body.include is not None)
 
     async def submit(self, body: JobRequest) -> Response:
         """Answers at once; poll `GET /jobs/{job_id}` or follow `/jobs/{job_id}/events`."""
@@ -84,7 +86,7 @@ class JobRoutes:
                     outcome = await _outcome_while_there(request, ticket)
         if outcome is not None:
             named = "include" in query.model_fields_set
-            return await _result_answer(request, outcome, query.include, ticket=ticket, compress=named)
+            return await self._result(request, outcome, query.include, view_of=ticket.id, compress=named)
         messages = ticket.partial_messages() if "messages" in query.include else []
         return JsonAnswer({"job_id": ticket.id, "status": ticket.status, "messages": messages, "result": None})
 
@@ -115,6 +117,25 @@ class JobRoutes:
         }
         return JsonAnswer(answer)
 
+    async def _result(
+        self,
+        request: Request,
+        outcome: Outcome,
+        include: Collection[ResultPart] | None,
+        *,
+        view_of: str | None,
+        compress: bool,
+    ) -> Response:
+        """The result, alone or within the JobView of a job id; made off the event loop unless it is tiny."""
+        accepted = header(request.scope, b"accept-encoding") or b""
+        compress = compress and b"gzip" in accepted and b"gzip;q=0" not in accepted.replace(b" ", b"")
+        tiny = not outcome.trajectory.entries and not outcome.artifacts
+        work = partial(_encoded, outcome, include, view_of, encode_json if tiny else encode_in_pieces, compress)
+        loop = asyncio.get_running_loop()
+        body, is_compressed = work() if tiny else await loop.run_in_executor(self._encoders, work)
+        headers = {"content-encoding": "gzip", "vary": "accept-encoding"} if is_compressed else None
+        return JsonAnswer(body, headers=headers)
+
 
 async def _outcome_while_there(request: Request, ticket: Ticket) -> Outcome:
     """Wait for the job's end.
@@ -132,20 +153,6 @@ async def _outcome_while_there(request: Request, ticket: Ticket) -> Outcome:
     if outcome is None:
         raise ClientGone
     return outcome
-
-
-async def _result_answer(
-    request: Request, outcome: Outcome, include: Collection[ResultPart] | None, *, ticket: Ticket | None, compress: bool
-) -> Response:
-    """The result, alone or within a JobView; built, encoded and compressed off the event loop unless it is tiny."""
-    accepted = header(request.scope, b"accept-encoding") or b""
-    compress = compress and b"gzip" in accepted and b"gzip;q=0" not in accepted.replace(b" ", b"")
-    tiny = not outcome.trajectory.entries and not outcome.artifacts
-    encode = encode_json if tiny else encode_in_pieces
-    work = partial(_encoded, outcome, include, ticket.id if ticket else None, encode, compress)
-    body, is_compressed = work() if tiny else await asyncio.to_thread(work)
-    headers = {"content-encoding": "gzip", "vary": "accept-encoding"} if is_compressed else None
-    return JsonAnswer(body, headers=headers)
 
 
 def _encoded(

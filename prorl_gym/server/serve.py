@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FORCED_S = 3.0
 """From the second signal to the end of the process."""
+HTTP_SHARE = 0.2
+"""Of `server.shutdown_s`: for clients to take their last answer, where the jobs' end left as much."""
 
 
 def serve(config: ProrlConfig) -> int:
@@ -72,6 +74,11 @@ class _Watchdog:
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
         self._due = math.inf
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; infinite where nothing was said."""
+        return self._due - time.monotonic()
 
     def arm(self, after_s: float) -> None:
         """End the process in so many seconds, or earlier where that was said before."""
@@ -124,7 +131,8 @@ class _Process:
                     await self._unless_signalled(stopping)
                 clean = await self._shut_down(service)
         finally:
-            await http.stop(force=self._forced.is_set())
+            grace_s = min(HTTP_SHARE * self._config.server.shutdown_s, self._watchdog.left_s - 0.5)
+            await http.stop(grace_s=grace_s, force=self._forced.is_set())
         return clean
 
     async def _until_asked(self, service: Service, http: HttpServer) -> float | None:

@@ -112,7 +112,7 @@ async def test_stop_with_exit_ends_the_process(server_process: StartProcess) -> 
     async with session() as http:
         waiting = asyncio.create_task(post(http, process.address + "/process", {"task": "slow", "instance": {}}))
         await in_run(http, process.address, 1)
-        assert (await post(http, process.address + "/stop", {"exit": True}))["instance_id"]
+        assert (await post(http, process.address + "/stop", {"exit": True}))["status"] == "stopping"
         assert (await waiting)["status"] == "cancelled"
         assert await process.ended(10) == 0
 
@@ -177,7 +177,7 @@ def _is_stuck(process: ServerProcess) -> bool:
 
 
 async def test_slow_reader_does_not_keep_the_process(server_process: StartProcess) -> None:
-    process = server_process()
+    process = server_process(server={"port": 0, "shutdown_s": 6})
     host, port = process.address.removeprefix("http://").split(":")
     raw = json.dumps({"task": "talk", "instance": {"tokens": 300_000}}).encode()
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)

@@ -37,7 +37,7 @@ class HandlerThreads:
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a call in a thread and wait for its end.
 
-        A thread cannot be interrupted: a cancel is delivered when the call has returned; at once if it has no thread yet.
+        A thread cannot be interrupted: a cancel is delivered when the call has returned; at once if it has no thread.
         """
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()

@@ -35,16 +35,20 @@ REAP_TIMEOUT_S = 5.0
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108
 
 
-class GraderLimit(EvaluationError):
-    """A request ran over its time or memory. Whether that is the candidate's fault the caller knows.
+class WorkerLost(EvaluationError):
+    """A request cost the worker its life. Whether that is the candidate's fault the caller knows.
 
     Attributes:
-        limit: Which one.
+        cause: Over its time, over its memory, or the process crashed.
     """
 
-    def __init__(self, message: str, limit: Literal["timeout", "memory"]) -> None:
+    def __init__(self, message: str, cause: Literal["timeout", "memory", "crash"]) -> None:
         super().__init__(message, stage="eval")
-        self.limit = limit
+        self.cause = cause
+
+
+class _Died(EvaluationError):
+    """The process ended by itself."""
 
 
 class GraderPool:
@@ -103,8 +107,8 @@ class GraderPool:
         """Ask one worker. Waiting for a free one does not count towards the deadline; cancelling kills the worker.
 
         Raises:
-            GraderLimit: Over `timeout_s` (default: the pool's) or over the memory bound.
-            EvaluationError: The grader raised, died or answered nonsense; or the pool is stopped.
+            WorkerLost: Over `timeout_s` (default: the pool's), over the memory bound, or crashed.
+            EvaluationError: The grader raised or answered nonsense; or the pool is stopped.
         """
         line = _encoded(request) + b"\n"
         limit_s = timeout_s or self.timeout_s
@@ -113,9 +117,13 @@ class GraderPool:
                 async with asyncio.timeout(limit_s):
                     reply = await worker.ask(line)
             except TimeoutError:
-                raise GraderLimit(f"{self.grader.name} took longer than {limit_s:g} s", "timeout") from None
+                raise WorkerLost(f"{self.grader.name} took longer than {limit_s:g} s", "timeout") from None
+            except _Died as error:
+                if self._stopped:
+                    raise
+                raise WorkerLost(f"{self.grader.name} crashed", "crash") from error
             if reply.get("limit") == "memory":
-                raise GraderLimit(f"{self.grader.name} ran out of memory", "memory")
+                raise WorkerLost(f"{self.grader.name} ran out of memory", "memory")
         verdict = reply.get("reply")
         if not isinstance(verdict, dict):
             raise EvaluationError(f"{self.grader} failed: {reply.get('error', 'its reply is no object')}", stage="eval")
@@ -157,30 +165,34 @@ class GraderPool:
 class _Worker:
     """One process. Its leader's group is ours alone, and its pipes end with it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, complaints: IO[bytes]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, complaints: IO[bytes]
+    ) -> None:
         self.served = 0
         self._process = process
+        self._transport = transport
         self._complaints = complaints
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> "_Worker":
+        loop = asyncio.get_running_loop()
         complaints = tempfile.TemporaryFile()
         try:
-            process = await asyncio.create_subprocess_exec(
+            transport, protocol = await loop.subprocess_exec(
+                lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=MAX_REPLY_BYTES, loop=loop),
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=complaints,
                 start_new_session=True,
                 env=ENVIRONMENT,
-                limit=MAX_REPLY_BYTES,
             )
         except BaseException as error:
             complaints.close()
             if isinstance(error, OSError):
                 raise EvaluationError(f"no grader process: {error}", stage="eval") from error
             raise
-        return cls(process, complaints)
+        return cls(asyncio.subprocess.Process(transport, protocol, loop), transport, complaints)
 
     @property
     def alive(self) -> bool:
@@ -206,7 +218,7 @@ class _Worker:
             self._process.stdin.write(line)
             await self._process.stdin.drain()
         except OSError as error:
-            raise EvaluationError(f"the grader process died: {error!r}", stage="eval") from error
+            raise _Died(f"the grader process died: {error!r}", stage="eval") from error
         return await self._read()
 
     def kill(self) -> None:
@@ -216,12 +228,14 @@ class _Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def gone(self) -> None:
-        """Wait until a killed process is reaped, not for ever."""
+        """Wait until a killed process is reaped and its pipes are closed, not for ever."""
         try:
             async with asyncio.timeout(REAP_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
             log.warning("grader process %d is still there %g s after SIGKILL", self._process.pid, REAP_TIMEOUT_S)
+        self._transport.close()
+        await asyncio.sleep(0)  # the loop closes the descriptors in its next round
 
     async def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None  # noqa: S101 - a pipe by construction
@@ -230,7 +244,7 @@ class _Worker:
         except ValueError as error:
             raise EvaluationError(f"the grader's reply is over {MAX_REPLY_BYTES} bytes", stage="eval") from error
         if not line.endswith(b"\n"):
-            raise EvaluationError("the grader process died", stage="eval")
+            raise _Died("the grader process died", stage="eval")
         try:
             reply = json.loads(line)  # a lone surrogate may come back, which orjson refuses
         except ValueError as error:

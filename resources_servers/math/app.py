@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from prorl_gym.errors import RequestError
 from prorl_gym.resources.base import EpisodeOutcome, ResourcesContext, ResourcesServer, Verdict
-from prorl_gym.resources.graders import GraderLimit
+from prorl_gym.resources.graders import WorkerLost
 
 
 class MathConfig(BaseModel):
@@ -52,9 +52,9 @@ class MathServer(ResourcesServer):
         expected = expected_answer(row)
         try:
             graded = await self._graders.grade({"answer": outcome.answer, "expected": expected})
-        except GraderLimit as error:
+        except WorkerLost as error:
             await self._graders.grade({"answer": None, "expected": expected})
-            return Verdict(0.0, resolved=False, components={"correct": 0.0, "detail": {f"eval_{error.limit}": True}})
+            return Verdict(0.0, resolved=False, components={"correct": 0.0, "detail": {f"eval_{error.cause}": True}})
         correct = bool(graded["correct"])
         components = {"correct": float(correct), "detail": {"extracted": graded["extracted"]}}
         return Verdict(float(correct), resolved=correct, components=components)

@@ -12,7 +12,7 @@ import pytest
 
 from prorl_gym.errors import ConfigError, EvaluationError
 from prorl_gym.resources.confine import Confinement
-from prorl_gym.resources.graders import GraderLimit, GraderPool
+from prorl_gym.resources.graders import GraderPool, WorkerLost
 from prorl_gym.runtimes.bubblewrap import bubblewrap_program
 
 GRADER = """
@@ -88,28 +88,31 @@ async def test_a_worker_answers_and_stays(grader: Path, confine: Callable | None
 
 
 @pytest.mark.parametrize("confine", CONFINEMENT)
-async def test_over_time_or_memory_the_worker_is_replaced(grader: Path, confine: Callable | None) -> None:
+async def test_a_worker_that_is_lost_is_replaced_and_the_cause_is_told(grader: Path, confine: Callable | None) -> None:
     before = children()
     async with pool_of(grader, confine) as pool:
         began = time.monotonic()
-        with pytest.raises(GraderLimit) as late:
+        with pytest.raises(WorkerLost) as late:
             await pool.grade({"do": "spin"}, timeout_s=0.3)
-        assert late.value.limit == "timeout"
+        assert late.value.cause == "timeout"
         assert time.monotonic() - began < 2
         assert (await pool.grade({"do": "echo", "text": "again"}))["text"] == "again"
-        with pytest.raises(GraderLimit) as full:
+        with pytest.raises(WorkerLost) as full:
             await pool.grade({"do": "hoard"})
-        assert full.value.limit == "memory"
+        assert full.value.cause == "memory"
+        with pytest.raises(WorkerLost) as dead:
+            await pool.grade({"do": "die"})
+        assert dead.value.cause == "crash"
         assert (await pool.grade({"do": "echo", "text": "still"}))["text"] == "still"
     assert children() == before
 
 
-@pytest.mark.parametrize("what", ["raise", "die", "nonsense"])
+@pytest.mark.parametrize("what", ["raise", "nonsense"])
 async def test_a_broken_grader_is_an_evaluation_error_and_the_next_request_works(grader: Path, what: str) -> None:
     async with pool_of(grader, None) as pool:
         with pytest.raises(EvaluationError) as broken:
             await pool.grade({"do": what})
-        assert not isinstance(broken.value, GraderLimit)
+        assert not isinstance(broken.value, WorkerLost)
         assert (await pool.grade({"do": "echo", "text": "ok"}))["text"] == "ok"
 
 
@@ -121,7 +124,7 @@ async def test_the_loop_goes_on_while_graders_spin(grader: Path) -> None:
             await asyncio.sleep(0.01)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
         for task in spinning:
-            with pytest.raises(GraderLimit):
+            with pytest.raises(WorkerLost):
                 await task
     assert longest < 0.5
 
@@ -149,8 +152,9 @@ async def test_stop_ends_requests_in_flight_and_later_ones_are_refused(grader: P
                 await asyncio.sleep(0.01)
         await pool.stop()
         await pool.stop()
-        with pytest.raises(EvaluationError):
+        with pytest.raises(EvaluationError) as ended:
             await sleeping
+        assert not isinstance(ended.value, WorkerLost)
         with pytest.raises(EvaluationError, match="stopped"):
             await pool.grade({"do": "echo", "text": "late"})
 

@@ -69,10 +69,11 @@ def demo_command(arguments: list[str]) -> int:
             overrides.append(f'policy.model="{model}"')
         service = stack.enter_context(OwnService(overrides, config, folder))
         console.print(f"starting (logs in {folder})", soft_wrap=True)
-        address = service.wait()
-        console.print(f"service   {address}", soft_wrap=True)
-        if engine is not None:
-            backend = engine.wait_for_address(folder / "engine.address", _ENGINE_START_S)
+        with console.status("the first time, this makes the tool environment that sandboxes share"):
+            address = service.wait()
+            console.print(f"service   {address}", soft_wrap=True)
+            if engine is not None:
+                backend = engine.wait_for_address(folder / "engine.address", _ENGINE_START_S)
         console.print(f"inference {backend}" + (f", {model.name}" if model else ""), soft_wrap=True)
 
         def check() -> None:

@@ -151,7 +151,8 @@ def _service(
     config = compose(overrides).config
     folder = stack.enter_context(ScratchFolder()).path
     service = stack.enter_context(OwnService(overrides, config, folder))
-    address = service.wait()
+    with console.status("starting the service"):
+        address = service.wait()
     console.print(f"service on {address}, log in {service.process.log}", soft_wrap=True)
     if not config.backend.addresses:
         console.print(f"no backend.addresses: the rollouts wait for POST {address}/add_llm_server", soft_wrap=True)

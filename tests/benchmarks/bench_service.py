@@ -258,7 +258,7 @@ def main() -> None:
                 if kind == "service":
                     held = runner.run(hold(address, pid))
     table = Table(title="POST /process with a handler that does nothing")
-    for column in ("concurrent", "server", "jobs/s", "p50 ms", "CPU µs/job", "CPU × ASGI", "CPU × FastAPI"):
+    for column in ("concurrent", "server", "jobs/s", "p50 ms", "CPU µs/job", "CPU : ASGI", "CPU : FastAPI"):
         table.add_column(column, justify="right")
     for concurrency in CONCURRENCIES:
         for kind, figures in measured.items():

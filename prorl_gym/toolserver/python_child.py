@@ -11,6 +11,7 @@ import os
 import signal
 import site
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ def main(workdir: str) -> None:
     while chunk := os.read(CONTROL_FD, 4096):
         *nonces, pending = (pending + chunk).split(b"\n")
         for nonce in nonces:
+            _restore_streams(marks)
             ok = _run(shell, os.pread(TEXT_FD, os.fstat(TEXT_FD).st_size, 0).decode("utf-8", "replace"))
             _flush()
             if os.getpid() != owner:
@@ -55,7 +57,19 @@ def _run(shell: Any, code: str) -> bool:
         print("KeyboardInterrupt", file=sys.__stderr__)
     except SystemExit:
         pass
+    except BaseException:  # noqa: BLE001 - a cell may have broken IPython itself; the session goes on
+        with contextlib.suppress(Exception):
+            traceback.print_exc(file=sys.__stderr__)
     return False
+
+
+def _restore_streams(output: int) -> None:
+    """Undo what an earlier cell did to the streams for good: closed descriptors, objects that cannot be written."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for name in ("stdout", "stderr"):
+        if getattr(getattr(sys, name), "closed", True):
+            setattr(sys, name, getattr(sys, f"__{name}__"))
 
 
 def _flush() -> None:

@@ -105,6 +105,8 @@ class Runtime(ABC):
     async def copy_in(self, source: Path | bytes, target: str) -> None:
         """Write a host file, or bytes, to `target` inside; parents are created. Links inside are not followed out.
 
+        A relative path starts in the working directory.
+
         Raises:
             SandboxError: It could not be written; says why.
         """
@@ -112,6 +114,8 @@ class Runtime(ABC):
     @abstractmethod
     async def copy_out(self, source: str, *, max_bytes: int) -> bytes:
         """Read a regular file from inside; links that leave the sandbox's own root resolve inside it.
+
+        A relative path starts in the working directory.
 
         Raises:
             FileNotFoundError: No such file.

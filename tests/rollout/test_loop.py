@@ -251,15 +251,19 @@ async def test_events_tell_turns_and_tools() -> None:
     assert events[1][1]["name"] == "nope" and events[1][1]["error"] is True
 
 
-@pytest.mark.parametrize("where", ["model", "bash"])
+@pytest.mark.parametrize("where", ["model", "bash", "ipython"])
 async def test_cancel_stops_at_once_and_asks_for_nothing_more(where: str, state: Path) -> None:
-    blocked = Reply(text="x", hold=True) if where == "model" else Reply(text=call("bash", command="sleep 60"))
+    blocked = {
+        "model": Reply(text="x", hold=True),
+        "bash": Reply(text=call("bash", command="sleep 60")),
+        "ipython": Reply(text=call("ipython", code="import time; time.sleep(60)")),
+    }[where]
     script = [Reply(text=call("bash", command="echo hi")), blocked, Reply(text="never")]
     recorder = Recorder()
     async with (
         ScriptedLlm(script) as llm,
         local_shell(state) as shell,
-        episode_on(llm, tools=["bash"], runtime=shell, recorder=recorder) as episode,
+        episode_on(llm, tools=["bash", "ipython"], runtime=shell, recorder=recorder) as episode,
     ):
         running = asyncio.create_task(run_loop(episode, ASK))
         if where == "model":

@@ -28,6 +28,9 @@ class ChatRenderer(ABC):
             messages: The conversation; the last one is not an assistant's.
             tools: OpenAI function schemas, possibly none.
             enable_thinking: For templates that know it; None is the template's default.
+
+        Raises:
+            ValueError: The model's format has no way to say this conversation.
         """
 
     @abstractmethod
@@ -54,6 +57,9 @@ class ChatRenderer(ABC):
             new: Observations and user messages since then, all of them in one call.
             tools: As given to `start`.
             enable_thinking: As given to `start`.
+
+        Raises:
+            ValueError: The model's format has no way to say this conversation.
         """
 
     @abstractmethod

@@ -1,4 +1,8 @@
-"""What every renderer of ours does alike: append to sampled ids, split where history is rewritten, read a turn."""
+"""What every renderer of ours does alike: append to sampled ids, split where history is rewritten, read a turn.
+
+History counts as rewritten where the template drops reasoning that was sampled. An empty reasoning block, and whatever
+else a generation prompt held that the template would not write into history, stays: it says nothing.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -7,12 +7,13 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_invariant import converse
 
 from prorl_gym.config.models import PolicyConfig
 from prorl_gym.errors import ConfigError
 from prorl_gym.tokens.loading import load_renderer
 from prorl_gym.tokens.records import ChatMessage
+
+from .test_invariant import converse
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run it.", "parameters": {"type": "object"}}}]
 USER = ChatMessage("user", "How?")

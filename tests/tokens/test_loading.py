@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from templates import CHATML, COUNTS
 
 from prorl_gym.config.models import PolicyConfig
 from prorl_gym.errors import ConfigError
@@ -13,6 +12,8 @@ from prorl_gym.testing.tiny_model import make_tiny_model
 from prorl_gym.tokens.loading import load_renderer
 from prorl_gym.tokens.records import ChatMessage, ToolRequest
 from prorl_gym.tokens.tokenizer import template_ids
+
+from .templates import CHATML, COUNTS
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run it.", "parameters": {"type": "object"}}}]
 REQUEST = ToolRequest("call_0_0", "bash", {"command": 'echo "é"\n'})

@@ -1,7 +1,13 @@
 """Any template: first prompts are the template's own, later ones append, and what cannot be proven is refused."""
 
 import pytest
-from templates import (
+
+from prorl_gym.errors import ConfigError
+from prorl_gym.testing.byte_renderer import byte_renderer
+from prorl_gym.testing.byte_tokenizer import ByteTokenizer
+from prorl_gym.tokens.records import ChatMessage, ToolRequest
+
+from .templates import (
     ALTERNATING,
     BOS,
     CHATML,
@@ -12,11 +18,6 @@ from templates import (
     STRIPS_ALWAYS,
     STRIPS_BEFORE_USER,
 )
-
-from prorl_gym.errors import ConfigError
-from prorl_gym.testing.byte_renderer import byte_renderer
-from prorl_gym.testing.byte_tokenizer import ByteTokenizer
-from prorl_gym.tokens.records import ChatMessage, ToolRequest
 
 TOOLS = [
     {

@@ -22,6 +22,7 @@ from prorl_gym.embedded.metrics import Metrics
 from prorl_gym.embedded.model import LoadedModel, copy_weights, read_weights
 from prorl_gym.embedded.protocol import (
     BadRequest,
+    ChatRequest,
     CollectiveRpc,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,7 +34,7 @@ from prorl_gym.embedded.protocol import (
     error_body,
     parse,
 )
-from prorl_gym.embedded.replies import completion_reply
+from prorl_gym.embedded.replies import chat_reply, completion_reply
 from prorl_gym.embedded.sequence import SamplingParams, Sequence
 from prorl_gym.errors import ConfigError, RequestError
 
@@ -61,6 +62,7 @@ class Api:
         app.router.add_get("/metrics", self._metrics_text)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/collective_rpc", self._collective_rpc)
@@ -96,6 +98,26 @@ class Api:
         sequences = await self._generate(wanted)
         reply_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
         return _json(completion_reply(request, reply_id, self._model, sequences, self._loaded.codec))
+
+    async def _chat(self, http: web.Request) -> web.Response:
+        request = parse(ChatRequest, await _body(http))
+        self._check_model(request.model)
+        ids = await asyncio.to_thread(self._render, request)
+        samples = [(ids, request.sampling(len(ids), self._loaded.max_len, i)) for i in range(request.n or 1)]
+        sequences = await self._generate(samples)
+        reply_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
+        return _json(chat_reply(request, reply_id, self._model, sequences, self._loaded.codec))
+
+    def _render(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        try:
+            return self._loaded.codec.render(
+                request.messages or [],
+                request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                variables=request.chat_template_kwargs,
+            )
+        except ValueError as error:
+            raise BadRequest(f"messages: {error}", field="messages") from error
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = await asyncio.to_thread(self._loaded.codec.encode, text, add_special_tokens=add_special_tokens)
@@ -146,14 +168,9 @@ class Api:
     def _token_ids(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("expected exactly one of prompt and messages", field="prompt")
-        codec = self._loaded.codec
-        if request.prompt is not None:
-            return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-        messages = [message.model_dump() for message in request.messages or ()]
-        try:
-            return codec.apply_chat_template(messages, add_generation_prompt=request.add_generation_prompt)
-        except Exception as error:
-            raise BadRequest(f"messages: the chat template refused them: {error}", field="messages") from error
+        if request.prompt is None:
+            return self._render(request)
+        return self._loaded.codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         request = parse(DetokenizeRequest, await _body(http))

@@ -7,9 +7,9 @@ Defaults for sampling are OpenAI's (temperature 1, top_p 1), never the model's g
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prorl_gym.embedded.sequence import SamplingParams
 from prorl_gym.errors import RequestError
@@ -31,6 +31,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "logits_processors": (None, []),
     "min_tokens": (None, 0),
+    "parallel_tool_calls": (None, True),
     "presence_penalty": (None, 0),
     "priority": (None, 0),
     "prompt_embeds": (None,),
@@ -42,6 +43,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "stream_options": (None,),
     "structured_outputs": (None,),
     "suffix": (None, ""),
+    "tool_choice": (None, "auto", "none"),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "vllm_xargs": (None, {}),
@@ -83,13 +85,13 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class CompletionRequest(_Wire):
-    """Body of POST /v1/completions."""
+class _SamplingRequest(_Wire):
+    """What both kinds of generation have in common."""
 
-    prompt: Any
-    """Token ids, text, or a list of either."""
+    prompt_field: ClassVar[str]
+
     model: str | None = None
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     """None: as many as fit into max_model_len."""
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -100,15 +102,17 @@ class CompletionRequest(_Wire):
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: list[int] | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """None: no logprobs. 0: the sampled token's. k: and the k most likely ones'."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool = False
-    add_special_tokens: bool = True
     skip_special_tokens: bool = True
     request_id: str | None = Field(None, max_length=256)
     user: str | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the most likely tokens to report beside the sampled one; None: no logprobs at all."""
+        raise NotImplementedError
 
     def sampling(self, prompt_len: int, max_model_len: int, index: int) -> SamplingParams:
         """Parameters of sample `index` of a prompt of `prompt_len` tokens; sample i of a seeded request uses seed + i.
@@ -123,7 +127,7 @@ class CompletionRequest(_Wire):
                 f"This model's maximum context length is {max_model_len} tokens. However, you requested "
                 f"{prompt_len + wanted} tokens ({prompt_len} in the prompt, {wanted} in the completion). "
                 "Please reduce the length of the prompt or max_tokens.",
-                field="max_tokens" if room >= 1 else "prompt",
+                field="max_tokens" if room >= 1 else self.prompt_field,
             )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
@@ -136,8 +140,54 @@ class CompletionRequest(_Wire):
             stop=tuple(s for s in stop if s),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            top_logprobs=self.logprobs or 0,
+            top_logprobs=self.alternatives or 0,
         )
+
+
+class ChatRequest(_SamplingRequest):
+    """Body of POST /v1/chat/completions. Tool calls in the answer stay text: who asks for tools parses them."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    """As the model's chat template takes them."""
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("max_completion_tokens") is not None:
+            return {**body, "max_tokens": body["max_completion_tokens"]}
+        return body
+
+    @property
+    def alternatives(self) -> int | None:
+        """See the base class."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_SamplingRequest):
+    """Body of POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: Any
+    """Token ids, text, or a list of either."""
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """None: no logprobs. 0: the sampled token's. k: and the k most likely ones'."""
+    add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int | None:
+        """See the base class."""
+        return self.logprobs
 
     def prompts(self, vocab_size: int) -> list[list[int] | str]:
         """The prompts, ids checked against the vocabulary.
@@ -165,23 +215,17 @@ class CompletionRequest(_Wire):
         return list(prompts)
 
 
-class ChatMessage(_Wire):
-    """One message of a conversation to tokenize."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    role: str
-    content: str
-
-
 class TokenizeRequest(_Wire):
     """Body of POST /tokenize: `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     """Default as in vLLM: true for a prompt; a conversation's template brings its own."""
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

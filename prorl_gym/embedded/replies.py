@@ -1,4 +1,4 @@
-"""Builds the reply to a completion request out of ended sequences, exactly in vLLM's shape."""
+"""Builds replies out of ended sequences, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from prorl_gym.embedded.protocol import CompletionRequest
+from prorl_gym.embedded.protocol import ChatRequest, CompletionRequest
 from prorl_gym.embedded.sequence import Sequence
 from prorl_gym.embedded.text import TextCodec
 
@@ -18,9 +18,6 @@ def completion_reply(
     request: CompletionRequest, reply_id: str, model: str, sequences: Seq[Sequence], codec: TextCodec
 ) -> dict[str, Any]:
     """The reply; `sequences` in order of prompts, then of samples."""
-    per_prompt = request.n or 1
-    prompt_tokens = sum(len(s.prompt_ids) for s in sequences[::per_prompt])
-    sampled_tokens = sum(len(s.output_ids) for s in sequences)
     return {
         "id": reply_id,
         "object": "text_completion",
@@ -29,14 +26,69 @@ def completion_reply(
         "choices": [_choice(index, s, request, codec) for index, s in enumerate(sequences)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + sampled_tokens,
-            "completion_tokens": sampled_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in sequences[::per_prompt])},
-        },
+        "usage": _usage(sequences, request.n or 1),
         "kv_transfer_params": None,
     }
+
+
+def chat_reply(
+    request: ChatRequest, reply_id: str, model: str, sequences: Seq[Sequence], codec: TextCodec
+) -> dict[str, Any]:
+    """The reply to a conversation; `sequences` are its samples."""
+    return {
+        "id": reply_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_chat_choice(index, s, request, codec) for index, s in enumerate(sequences)],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "usage": _usage(sequences, len(sequences)),
+        "prompt_logprobs": None,
+        "prompt_token_ids": sequences[0].prompt_ids if request.return_token_ids else None,
+        "kv_transfer_params": None,
+    }
+
+
+def _usage(sequences: Seq[Sequence], per_prompt: int) -> dict[str, Any]:
+    prompt_tokens = sum(len(s.prompt_ids) for s in sequences[::per_prompt])
+    sampled_tokens = sum(len(s.output_ids) for s in sequences)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + sampled_tokens,
+        "completion_tokens": sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in sequences[::per_prompt])},
+    }
+
+
+def _chat_choice(index: int, sequence: Sequence, request: ChatRequest, codec: TextCodec) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {
+            "role": "assistant",
+            "content": _text(sequence, codec, skip_special_tokens=request.skip_special_tokens),
+            "refusal": None,
+            "tool_calls": [],
+        },
+        "logprobs": None if request.alternatives is None else {"content": _chat_logprobs(sequence, request, codec)},
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
+        "token_ids": sequence.output_ids if request.return_token_ids else None,
+    }
+
+
+def _chat_logprobs(sequence: Sequence, request: ChatRequest, codec: TextCodec) -> list[dict[str, Any]]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = codec.decode([token_id], skip_special_tokens=False)
+        name = f"token_id:{token_id}" if request.return_tokens_as_token_ids else text
+        return {"token": name, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(text.encode())}
+
+    return [
+        {**entry(token_id, logprob), "top_logprobs": [entry(*alternative) for alternative in alternatives]}
+        for token_id, logprob, alternatives in zip(
+            sequence.output_ids, sequence.logprobs, sequence.top_logprobs, strict=True
+        )
+    ]
 
 
 def _choice(index: int, sequence: Sequence, request: CompletionRequest, codec: TextCodec) -> dict[str, Any]:

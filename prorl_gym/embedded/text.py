@@ -33,16 +33,37 @@ class TextCodec:
             )
         return text
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """Ids of a conversation.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        variables: dict[str, Any] | None,
+    ) -> list[int]:
+        """Ids of a conversation by the model's chat template.
+
+        Args:
+            messages: As the template takes them.
+            tools: Likewise.
+            add_generation_prompt: Whether the assistant's turn is opened at the end.
+            variables: More of the template's variables, such as `enable_thinking`.
 
         Raises:
-            ValueError: The model has no chat template, or it refuses the messages.
+            ValueError: There is no chat template, or it refuses the messages.
         """
         with self._lock:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-            )
+            try:
+                ids = self._tokenizer.apply_chat_template(
+                    messages,
+                    tools,
+                    **(variables or {}),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=True,
+                    return_dict=False,
+                )
+            except Exception as error:
+                raise ValueError(f"the chat template refused them: {error}") from error
         return list(ids)
 
 

@@ -22,3 +22,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags = ("--served-model-name", "tiny", "--max-num-seqs", "4")
     with running(tiny_model, tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
+        # It has served all that time; now its parent dies.
+        server.held.close()
+        assert server.process.wait(5) == 0

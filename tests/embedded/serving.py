@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 DEADLINE_S = 60.0
 
@@ -33,7 +33,7 @@ class Server:
 
     process: subprocess.Popen[str]
     address_file: Path
-    held: int
+    held: BinaryIO
 
     @property
     def address(self) -> str:
@@ -79,7 +79,8 @@ class Server:
 @contextlib.contextmanager
 def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
     """A server on `model`, started but perhaps still loading; ended at the latest on leaving."""
-    watched, held = os.pipe()
+    watched, ours = os.pipe()
+    held = os.fdopen(ours, "wb")
     address_file = folder / "address"
     command = [sys.executable, "-m", "prorl_gym.embedded", "--model", str(model), "--address-file", str(address_file)]
     # One thread: two would fight for the cores with everything else that tests run.
@@ -90,8 +91,7 @@ def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
         try:
             yield server
         finally:
-            with contextlib.suppress(OSError):
-                os.close(held)
+            held.close()
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:

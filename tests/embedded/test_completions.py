@@ -196,6 +196,24 @@ def test_models_health_and_metrics(server: Server, tiny_model: Path) -> None:
     assert server.metric("generation_tokens_total") == before + 7
 
 
+def test_a_conversation_is_answered_by_the_ids_of_its_template(server: Server, reference: Reference) -> None:
+    ids = [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5, "temperature": 0, "n": 2}
+    body |= {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "ignore_eos": True}
+    status, reply = server.call("/v1/chat/completions", body)
+    assert status == 200
+    assert reply["prompt_token_ids"] == ids
+    assert reply["usage"]["prompt_tokens"] == len(ids)
+    for choice in reply["choices"]:
+        assert choice["token_ids"] == reference.greedy(ids, 5)
+        assert choice["message"]["role"] == "assistant"
+        assert choice["message"]["content"] == bytes(choice["token_ids"]).decode(errors="replace")
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprobs == pytest.approx(reference.logprobs(ids, choice["token_ids"]), abs=1e-3)
+    status, reply = server.call("/v1/chat/completions", {"messages": [{"content": 3}]})
+    assert (status, reply["error"]["param"]) == (400, "messages")
+
+
 def test_text_and_conversations_are_tokenized_on_request(server: Server) -> None:
     _, plain = server.call("/tokenize", {"prompt": "hé"})
     assert (plain["tokens"], plain["count"], plain["max_model_len"]) == (list("hé".encode()), 3, 2048)

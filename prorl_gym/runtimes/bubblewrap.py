@@ -114,7 +114,7 @@ class BubblewrapRuntime(ProcessRuntime):
         ]  # fmt: skip
 
     def _unenforced(self) -> tuple[str, ...]:
-        return ("memory", "disk")
+        return ("disk",)
 
 
 def _host_root(etc: Path) -> list[str]:

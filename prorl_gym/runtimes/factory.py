@@ -95,6 +95,7 @@ class RuntimeFactory:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._retries
             self._retries = None
+        await self._host.watchdog.stop()
         await self._host.launcher.stop()
         if self._prepared:
             await asyncio.to_thread(self._host.sweep, own=True)

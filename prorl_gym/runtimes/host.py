@@ -15,12 +15,14 @@ import signal
 import socket
 import stat
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prorl_gym.errors import ConfigError, RuntimeStartError
+from prorl_gym.runtimes.base import SandboxSpec
 from prorl_gym.runtimes.launcher import Launcher
+from prorl_gym.runtimes.memory import MemoryGroups, MemoryWatchdog, remove_group
 from prorl_gym.runtimes.spawner import start_time_of
 from prorl_gym.runtimes.toolenv import ToolEnvironment, tool_environment
 
@@ -40,6 +42,7 @@ class SandboxRecord:
     job_id: str
     owner: tuple[int, int | None]
     process: tuple[int, int | None] | None = None
+    memory_group: str | None = None
 
 
 def runs(process: tuple[int, int | None] | None) -> bool:
@@ -106,6 +109,9 @@ class Host:
     def __init__(self, state: Path) -> None:
         self.state = state
         self.launcher = Launcher()
+        self.watchdog = MemoryWatchdog()
+        self.memory_groups: MemoryGroups | None = None
+        """None until prepared, and where this host lets us make none; then the watchdog does what it can."""
         self.leftovers: dict[str, dict[str, Any]] = {}
         self._owner = (os.getpid(), start_time_of(os.getpid()))
         self.area = state
@@ -122,6 +128,7 @@ class Host:
         async with self._ready:
             if self._tools is None:
                 self.area = await asyncio.to_thread(self._make_area)
+                self.memory_groups = await asyncio.to_thread(MemoryGroups.find)
                 self._tools = await asyncio.to_thread(tool_environment, self.area)
             if not self.launcher.alive:
                 await self.launcher.stop()
@@ -161,15 +168,20 @@ class Host:
         """Folder of the records of live sandboxes."""
         return self.state / "records"
 
-    def new_folder(self, kind: str, job_id: str, uid: int | None, names: tuple[str, ...]) -> SandboxRecord:
-        """Record a sandbox and make its folders, private to `uid`. Blocks.
+    def new_folder(self, spec: SandboxSpec, uid: int | None, names: tuple[str, ...]) -> SandboxRecord:
+        """Record a sandbox, make its folders, private to `uid`, and its memory group. Blocks.
 
         Raises:
             OSError: They cannot be made.
         """
         sandbox_id = secrets.token_hex(8)
         folder = self.area / "sandboxes" / sandbox_id
-        record = SandboxRecord(sandbox_id, str(folder), kind, job_id, self._owner)
+        record = SandboxRecord(sandbox_id, str(folder), spec.kind, spec.job_id, self._owner)
+        limit_bytes = spec.limits.memory_bytes
+        if self.memory_groups is not None and limit_bytes is not None:
+            with contextlib.suppress(OSError):
+                group = self.memory_groups.make(f"prorl_gym-{sandbox_id}", limit_bytes)
+                record = replace(record, memory_group=str(group))
         self.write(record)
         folder.mkdir(mode=0o755)
         for name in names:
@@ -187,6 +199,8 @@ class Host:
 
     def remove(self, record: SandboxRecord) -> str | None:
         """Delete a sandbox's folder and record; returns why not, and keeps it as a leftover. Blocks."""
+        if record.memory_group is not None:
+            remove_group(Path(record.memory_group))
         why = _delete(Path(record.folder))
         if why is None and runs(record.process):
             why = "its processes did not end"

@@ -33,5 +33,5 @@ class LocalRuntime(ProcessRuntime):
         return {**super()._environment(folder), **places, **self.spec.env}
 
     def _unenforced(self) -> tuple[str, ...]:
-        limits = ("memory", "disk", "network", "isolation")
+        limits = ("disk", "network", "isolation")
         return limits if os.geteuid() == 0 else ("processes", *limits)

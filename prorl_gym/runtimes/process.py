@@ -51,6 +51,7 @@ class ProcessRuntime(Runtime):
         self._channel: ToolChannel | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = False
+        self._memory_kills = 0
 
     @abstractmethod
     def _command(self, folder: Path, tool_server: list[str]) -> list[str]:
@@ -118,6 +119,7 @@ class ProcessRuntime(Runtime):
                     output=output,
                     descriptors=[theirs.fileno()],
                     uid=lease.uid,
+                    cgroups=[Path(group)] if (group := self._record.memory_group) is not None else [],
                 )
             finally:
                 os.close(output)
@@ -125,6 +127,8 @@ class ProcessRuntime(Runtime):
             process = (self._process.pid, self._process.start_time)
             self._record = dataclasses.replace(self._record, process=process)
             self._host.write(self._record)
+            if self._record.memory_group is None and self.spec.limits.memory_bytes is not None:
+                self._host.watchdog.watch(*process, self.spec.limits.memory_bytes)
             self._channel = await ToolChannel.connect(ours)
         except BaseException:
             ours.close()
@@ -132,7 +136,7 @@ class ProcessRuntime(Runtime):
         await self._channel.request({"op": "hello"}, within_s=self.spec.start_timeout_s)
 
     def _make_folder(self, uid: int | None) -> SandboxRecord:
-        self._record = self._host.new_folder(self.spec.kind, self.spec.job_id, uid, self.folders)
+        self._record = self._host.new_folder(self.spec, uid, self.folders)
         return self._record
 
     def _log(self) -> str:
@@ -169,6 +173,8 @@ class ProcessRuntime(Runtime):
             await _ended(process, _KILLED_EXIT_S)
         if self._channel is not None:
             self._channel.close("the sandbox was stopped")
+        if process is not None:
+            self._host.watchdog.forget(process.pid)
         why = None
         if self._making is not None:  # a cancelled start may have left the thread at work
             await asyncio.wait([self._making])
@@ -188,8 +194,11 @@ class ProcessRuntime(Runtime):
         )
         if "failed" in header:
             raise SandboxError(f"the tool server broke: {header['failed']}")
+        text = body.decode("utf-8", "replace")
+        if header["error"] and self._out_of_memory():
+            text += f"\n[a process was killed: over the sandbox's memory limit of {self._memory_mb()} MB]"
         return ToolReply(
-            body.decode("utf-8", "replace"),
+            text,
             error=header["error"],
             timed_out=header["timed_out"],
             exit_code=header["exit_code"],
@@ -239,8 +248,24 @@ class ProcessRuntime(Runtime):
         except SandboxError as error:
             process = self._process
             if process is not None and process.exited.is_set():
-                raise SandboxError(f"{error} (it ended with status {process.status}){self._log()}") from error
+                why = ", out of memory" if self._out_of_memory() else ""
+                raise SandboxError(f"{error} (it ended with status {process.status}{why}){self._log()}") from error
             raise
+
+    def _memory_mb(self) -> int:
+        return (self.spec.limits.memory_bytes or 0) >> 20
+
+    def _out_of_memory(self) -> bool:
+        """Whether something was killed for memory since the last look."""
+        if self._process is None or self._record is None:
+            return False
+        groups, group = self._host.memory_groups, self._record.memory_group
+        if groups is not None and group is not None:
+            kills = groups.kills(Path(group))
+        else:
+            kills = self._host.watchdog.kills(self._process.pid)
+        more, self._memory_kills = kills > self._memory_kills, kills
+        return more
 
     def describe(self) -> RuntimeInfo:
         """See the base class."""

@@ -1,0 +1,221 @@
+"""What bubblewrap adds to the contract: isolation, and a host that cannot run it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from prorl_gym.config.models import PathsConfig, RuntimeConfig
+from prorl_gym.errors import ConfigError, RuntimeStartError
+from prorl_gym.runtimes.base import SandboxSpec
+from prorl_gym.runtimes.factory import RuntimeFactory
+
+from .sandboxes import prepared_factory, processes_with
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def boxes(state):
+    async with prepared_factory(state, "bubblewrap") as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def box(boxes):
+    async with boxes.create(SandboxSpec(kind="bubblewrap")) as made:
+        yield made
+
+
+@pytest.fixture
+def bash(box):
+    async def run(command, timeout_s=10.0):
+        return await box.call("bash", {"command": command}, timeout_s=timeout_s)
+
+    return run
+
+
+async def test_only_loopback_and_it_works(bash):
+    assert (await bash("ls /sys/class/net 2>/dev/null; tail -n +3 /proc/net/dev | cut -d: -f1")).text.split() == ["lo"]
+    serve = (
+        "python3 -c \"import socket as s; at=('127.0.0.1', 8000); a=s.create_server(at); b=s.create_connection(at);"
+        "c=a.accept()[0]; b.send(b'x'); print(c.recv(1))\""
+    )
+    assert (await bash(serve)).text == "b'x'\n"
+    assert (await bash("python3 -c \"import socket; socket.create_connection(('1.1.1.1', 80), 2)\"")).exit_code == 1
+
+
+async def test_the_hosts_files_are_out_of_sight(bash, box):
+    text = (
+        await bash("cat /etc/passwd; ls -A /home /root /home/agent; ls -d /work /var/lib/dpkg /sys/kernel 2>&1")
+    ).text
+    assert "agent:x:1000" in text
+    assert text.count("No such file") >= 2
+    assert (await bash("touch /usr/x /etc/x /x /opt/prorl/x 2>&1 | grep -c Read-only")).text == "4\n"
+    assert (await bash("cd /workspace && touch a && touch ~/b /tmp/c /var/tmp/d /dev/shm/e && echo ok")).text == "ok\n"
+
+
+async def test_other_processes_are_out_of_sight(bash):
+    text = (await bash("cat /proc/1/comm; ls /proc | grep -c '^[0-9]'")).text
+    assert text.splitlines()[0] == "python3"
+    assert int(text.splitlines()[1]) < 12
+
+
+async def test_the_tool_server_cannot_be_touched(bash):
+    """It is PID 1 and not dumpable: no signal, no ptrace, no memory, no descriptor of it."""
+    attack = (
+        "cat /proc/1/cmdline >/dev/null && (cat /proc/1/mem; cat /proc/1/environ; ls /proc/1/fd) 2>&1 | grep -c denied"
+    )
+    assert int((await bash(attack)).text) >= 3
+    if (await bash("readlink /proc/self/ns/pid")).text.strip() == str(Path("/proc/self/ns/pid").readlink()):
+        pytest.fail("the sandbox shares the host's PID namespace")
+    assert (await bash("id -u")).text == "1000\n"
+    await bash("kill -9 1; kill -INT 1; kill -TERM 1; kill -CHLD 1; echo survived")
+    assert (await bash("echo on")).text == "on\n"
+    await bash("sleep 100 & kill -9 -1; true")
+    await bash("bash -c 'kill -9 -1; kill -9 0'")
+    assert (await bash("echo still here")).text.endswith("still here\n")
+    assert int((await bash("ls /proc | grep -c '^[0-9]'")).text) < 12
+
+
+async def test_each_sandbox_has_a_host_user_of_its_own(boxes, box):
+    if os.geteuid() != 0:
+        pytest.skip("the service is not root: its sandboxes run under its own user")
+    async with boxes.create(SandboxSpec(kind="bubblewrap")) as other:
+        users = [Path(f"/proc/{one.describe().pid}").stat().st_uid for one in (box, other)]
+    assert len({0, *users}) == 3
+
+
+async def test_host_network_is_the_hosts(boxes):
+    async with boxes.create(SandboxSpec(kind="bubblewrap", network="host")) as runtime:
+        reply = await runtime.call("bash", {"command": "readlink /proc/self/ns/net"}, timeout_s=5)
+        assert reply.text.strip() == str(Path("/proc/self/ns/net").readlink())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05, 0.3])
+async def test_a_killed_bwrap_takes_everything_along(boxes, after_s, eventually):
+    """X-02: its pid is killed at some moment of its life; nothing that it started stays."""
+    marker = uuid.uuid4().hex
+    runtime = boxes.create(SandboxSpec(kind="bubblewrap", env={"MARKER": marker}))
+    start = asyncio.create_task(runtime.start())
+    await eventually(lambda: runtime._process is not None)
+    call = None
+    if after_s > 0.1:
+        await start
+        call = asyncio.create_task(runtime.call("bash", {"command": "sleep 300 & sleep 300"}, timeout_s=60))
+    await asyncio.sleep(after_s)  # the moment is the input here
+    os.kill(runtime._process.pid, signal.SIGKILL)
+    results = await asyncio.gather(start, *([call] if call else []), return_exceptions=True)
+    assert isinstance(results[-1], Exception)
+    await eventually(lambda: not processes_with(marker))
+    await runtime.stop()
+
+
+async def test_an_image_folder_is_the_root(boxes, tmp_path):
+    """An image without Python: the tools bring their own."""
+    image = tmp_path / "image"
+    for name in ("bin", "lib", "lib64", "usr/share/mine", "opt/theirs", "etc", "proc"):
+        (image / name).mkdir(parents=True)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    libraries = {"/lib64/ld-linux-x86-64.so.2"}
+    for program in ("bash", "cat", "ls"):
+        listed = subprocess.run(["ldd", f"/bin/{program}"], capture_output=True, text=True, check=True).stdout
+        libraries |= {word for word in listed.split() if word.startswith("/")}
+        (image / "bin" / program).write_bytes(Path(f"/bin/{program}").read_bytes())
+        (image / "bin" / program).chmod(0o755)
+    for library in libraries:
+        target = image / library.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(Path(library).read_bytes())
+        target.chmod(0o755)
+    (image / "etc/os-release").write_text("ID=mine\n")
+    async with boxes.create(SandboxSpec(kind="bubblewrap", image=str(image))) as runtime:
+        reply = await runtime.call("bash", {"command": "cat /etc/os-release; ls /opt; python3"}, timeout_s=5)
+        assert reply.text.split()[:3] == ["ID=mine", "prorl", "theirs"]
+        assert "not found" in reply.text
+        assert (await runtime.call("ipython", {"code": "6*7"}, timeout_s=20)).text == "42\n"
+    with pytest.raises(RuntimeStartError, match="not a folder"):
+        async with boxes.create(SandboxSpec(kind="bubblewrap", image=str(tmp_path / "absent"))):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        (
+            "bwrap: No permissions to create new namespace, likely because the kernel does not allow it",
+            "unprivileged_userns",
+        ),
+        ("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted", "network namespace"),
+    ],
+)
+async def test_a_host_that_refuses_says_why(state, tmp_path, monkeypatch, message, advice):
+    """X-07."""
+    fake = tmp_path / "bwrap"
+    fake.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    factory = RuntimeFactory(RuntimeConfig(), PathsConfig(state=state, images=state))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            await factory.prepare(["bubblewrap"])
+        assert message in str(caught.value)
+        assert advice in str(caught.value)
+        with pytest.raises(RuntimeStartError, match="not been prepared"):
+            factory.create(SandboxSpec(kind="bubblewrap"))
+    finally:
+        await factory.stop()
+
+
+SERVICE = """
+import asyncio, sys
+from prorl_gym.config.models import PathsConfig, RuntimeConfig
+from prorl_gym.runtimes.base import SandboxSpec
+from prorl_gym.runtimes.factory import RuntimeFactory
+
+async def main():
+    kind, state, marker = sys.argv[1:]
+    factory = RuntimeFactory(RuntimeConfig(), PathsConfig(state=state, images=state))
+    await factory.prepare([kind])
+    for _ in range(3):
+        runtime = factory.create(SandboxSpec(kind=kind, env={"MARKER": marker}))
+        await runtime.start()
+        command = f"setsid sleep 300 & (trap '' HUP TERM; sleep 300) & : {marker}"
+        await runtime.call("bash", {"command": command}, timeout_s=9)
+    print("up", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "local"])
+async def test_nothing_survives_a_sigkill_of_the_service(boxes, state, kind, eventually):
+    marker = uuid.uuid4().hex
+    service = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVICE, kind, str(state), marker, stdout=asyncio.subprocess.PIPE
+    )
+    assert await asyncio.wait_for(service.stdout.readline(), 30) == b"up\n"
+    inside = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _environment_holds(pid, marker)]
+    assert len(inside) >= 9
+    service.kill()
+    await service.wait()
+    await eventually(lambda: not processes_with(marker))
+    await eventually(lambda: not any(_environment_holds(pid, marker) for pid in inside))
+    assert await boxes.sweep() == 3
+
+
+def _environment_holds(pid, marker):
+    try:
+        return marker.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False

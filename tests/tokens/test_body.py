@@ -99,11 +99,13 @@ def test_decoding_leaves_out_what_is_no_token_and_never_raises():
 
 
 @pytest.fixture(scope="module")
-def tokenizers(qwen3_folder, smollm2_folder):
+def tokenizers(qwen3_folder, smollm2_folder, qwen3_template, smollm2):
     from transformers import AutoTokenizer
 
-    loaded = [AutoTokenizer.from_pretrained(folder) for folder in (qwen3_folder, smollm2_folder)]
-    return [(tokenizer, load_vocabulary(tokenizer)) for tokenizer in loaded]
+    return [
+        (AutoTokenizer.from_pretrained(qwen3_folder), qwen3_template.vocabulary),
+        (AutoTokenizer.from_pretrained(smollm2_folder), smollm2.vocabulary),
+    ]
 
 
 @given(BODIES.filter(lambda body: without_surrogates(body) == body))

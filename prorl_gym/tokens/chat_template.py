@@ -75,7 +75,7 @@ class ChatTemplate:
                 **self._special_tokens,
                 **thinking,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
 

@@ -159,7 +159,7 @@ class LibraryRenderer(BridgingRenderer):
         for attempt in (settings, {key: value for key, value in settings.items() if key != "thinking_retention"}):
             try:
                 return create_renderer(self._proxy, kind(**attempt))
-            except (AssertionError, ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever the library raises, the family does not fit
                 failure = error
         raise TemplateRefusal(f"{type(failure).__name__}: {failure}")
 
@@ -181,7 +181,7 @@ class LibraryRenderer(BridgingRenderer):
         schemas = self.layout.schemas(tools, self.vocabulary) or None
         try:
             return method(*(before or ()), laid_out, tools=schemas, **settings)
-        except (AssertionError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
     def _find_close(self, stops: Sequence[int]) -> int:

@@ -255,6 +255,7 @@ class TestThinking:
         (COUNTS, "later messages change how earlier ones are written"),
         (DROPS, "drops what an assistant message says"),
         ("{{ raise_exception('no') }}", "TemplateError: no"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{% for m in messages %}{{ m.nothing.here }}{% endfor %}", "UndefinedError"),
         (CHATML.replace("assistant\n{% endif %}", "model\n{% endif %}"), "an answer begins with"),
     ],

@@ -4,6 +4,7 @@ The tool server is PID 1 of the sandbox: nothing inside can signal it, and its e
 """
 
 import os
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -114,7 +115,11 @@ class BubblewrapRuntime(ProcessRuntime):
         ]  # fmt: skip
 
     def _unenforced(self) -> tuple[str, ...]:
-        return ("disk",)
+        return ("disk",) if self._holds_processes() else ("disk", "processes")
+
+    def _holds_processes(self) -> bool:
+        major, minor = re.findall(r"\d+", platform.release())[:2]
+        return super()._holds_processes() or (int(major), int(minor)) >= (5, 14)
 
 
 def _host_root(etc: Path) -> list[str]:

@@ -1,6 +1,5 @@
 """No isolation at all: a process tree in a folder of its own. For tests, and for hosts that forbid namespaces."""
 
-import os
 from pathlib import Path
 
 from prorl_gym.runtimes.process import ProcessRuntime
@@ -34,4 +33,4 @@ class LocalRuntime(ProcessRuntime):
 
     def _unenforced(self) -> tuple[str, ...]:
         limits = ("disk", "network", "isolation")
-        return limits if os.geteuid() == 0 else ("processes", *limits)
+        return limits if self._holds_processes() else ("processes", *limits)

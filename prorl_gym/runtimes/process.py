@@ -61,6 +61,10 @@ class ProcessRuntime(Runtime):
     def _unenforced(self) -> tuple[str, ...]:
         """Names of limits that this kind does not hold on this host."""
 
+    def _holds_processes(self) -> bool:
+        """Whether the limit on processes counts this sandbox alone: it goes by user, and by user namespace since 5.14."""
+        return os.geteuid() == 0
+
     def _inside(self) -> bool:
         """Whether the tool environment is bound at its mount point."""
         return True
@@ -107,7 +111,8 @@ class ProcessRuntime(Runtime):
             settings = {
                 "descriptor": SOCKET_DESCRIPTOR, "workdir": self._workdir(folder),
                 "environment": self._environment(folder), "output_bytes": self.spec.limits.output_bytes,
-                "processes": self.spec.limits.processes, "file_bytes": self.spec.limits.file_bytes,
+                "processes": self.spec.limits.processes if self._holds_processes() else None,
+                "file_bytes": self.spec.limits.file_bytes,
             }  # fmt: skip
             tool_server = [*self._host.tools.command(inside=self._inside()), json.dumps(settings)]
             output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

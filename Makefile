@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.ready
 TORCH_INDEX ?=
 CONSTRAINTS := scripts/constraints/dev.txt
 
-.PHONY: help setup demo test test-slow check format bench clean
+.PHONY: help setup demo test test-slow test-apptainer check format bench clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Create .venv and install everything the demo and the tests need
 
@@ -32,6 +32,9 @@ test: $(STAMP)  ## The fast tests
 
 test-slow: $(STAMP)  ## Tests of minutes rather than seconds: packaging, load
 	$(BIN)/python -m pytest -m slow
+
+test-apptainer: $(STAMP)  ## Tests that build and run real images; needs Apptainer (scripts/install_apptainer.sh)
+	$(BIN)/python -m pytest -m apptainer
 
 check: $(STAMP)  ## Format, lint, types
 	$(BIN)/ruff format --check .

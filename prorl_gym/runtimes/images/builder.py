@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,13 @@ from prorl_gym import __version__
 from prorl_gym.config.models import ImagesConfig, ProrlConfig
 from prorl_gym.errors import ConfigError
 from prorl_gym.runtimes.images.definition import Definition, find_definition, find_definitions
-from prorl_gym.runtimes.images.program import ApptainerProgram
+from prorl_gym.runtimes.images.program import ApptainerProgram, ImageError
 from prorl_gym.runtimes.images.recipe import BuildMode, Recipe
 from prorl_gym.runtimes.images.source import ImageSource, parse_source
 from prorl_gym.runtimes.images.store import ImageRecord, ImageStore, StoredImage, image_file, size_of
+
+_PACKING = ("--mksquashfs-args", "-wildcards -e dev/*")
+"""For a local folder: owners are kept without any privilege, device nodes, which no sandbox could use, are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,13 @@ class RuntimeImageBuilder:
         definition = find_definition(self._roots, name)
         mode = self._mode(definition)
         recipe = await asyncio.to_thread(self._recipe, definition)
-        text = self.render(name)
+        self.render(name)  # a mistake in it shows before anything is waited for
 
         async def make(folder: Path) -> None:
+            base = await self._unpackable(self._base(definition), folder)
+            text = definition.render(base, self._values(definition), self._version)
             (folder / "image.def").write_text(text)
-            privilege = ["--fakeroot"] if self._config.fakeroot else []
-            await self._apptainer(folder, privilege, str(folder / "image.def"), cwd=definition.folder)
+            await self._apptainer(folder, self._privilege, str(folder / "image.def"), cwd=definition.folder)
 
         return await self._once(name, "built", recipe, mode, make)
 
@@ -122,14 +126,15 @@ class RuntimeImageBuilder:
             raise ConfigError(f"image {source}: a base for definitions, it cannot be fetched as it is")
 
         async def make(folder: Path) -> None:
-            local = Path(source.location)
-            if source.kind == "localimage" and local.suffix == ".sif" and self._config.format == "sif":
-                await asyncio.to_thread(shutil.copyfile, local, folder / image_file("sif"))
-                return
-            # Packing a folder keeps its owners without any privilege; unpacking needs to set them.
-            packs = source.kind == "localimage" and self._config.format == "sif"
-            privilege = ["--fakeroot"] if self._config.fakeroot and not packs else []
-            await self._apptainer(folder, privilege, source.build_argument(), cwd=folder)
+            if source.kind != "localimage":
+                await self._apptainer(folder, self._privilege, str(source), cwd=folder)
+            elif self._config.format == "directory":
+                base = await self._unpackable(source, folder)
+                await self._apptainer(folder, self._privilege, str(base and base.location), cwd=folder)
+            elif source.is_folder:
+                await self._apptainer(folder, _PACKING, source.location, cwd=folder)
+            else:
+                await asyncio.to_thread(shutil.copyfile, source.location, folder / image_file("sif"))
 
         mode: BuildMode = "scratch" if self._config.mode == "scratch" else "lock"
         return await self._once(str(source), "pulled", recipe, mode, make)
@@ -164,6 +169,8 @@ class RuntimeImageBuilder:
                     return obtained  # this process was taken for dead, and another did the work
                 image = self.store.publish(partial, record)
                 return Obtained(image.path, image, made=True)
+            except OSError as error:
+                raise ImageError(f"cannot be written: {error}") from error
             finally:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
 
@@ -171,16 +178,29 @@ class RuntimeImageBuilder:
         self.store.touch(image)
         return Obtained(image.path, image, made=False, stale=image.record.recipe.changed_since(wanted))
 
-    async def _apptainer(self, folder: Path, options: list[str], spec: str, *, cwd: Path) -> None:
+    async def _unpackable(self, base: ImageSource | None, folder: Path) -> ImageSource | None:
+        """The base; a local folder is packed first, as it lies it unpacks only where device nodes can be made."""
+        if base is None or not base.is_folder:
+            return base
+        packed = folder / "base.sif"
+        quick = [_PACKING[0], f"-comp gzip -Xcompression-level 1 {_PACKING[1]}"]
+        await self._run(folder, ["build", *quick, str(packed), base.location], cwd=folder)
+        return ImageSource("localimage", str(packed))
+
+    async def _apptainer(self, folder: Path, options: Sequence[str], spec: str, *, cwd: Path) -> None:
         form = self._config.format
         registry = ["--authfile", str(self._config.auth_file)] if self._config.auth_file else []
         registry += ["--no-https"] if self._config.plain_http else []
-        target = str(folder / image_file(form))
         sandbox = ["--sandbox"] if form == "directory" else []
-        await self._program.run(
-            ["build", *sandbox, *options, *registry, target, spec],
-            cwd=cwd, log=folder / "build.log", timeout_s=self._config.timeout_s,
-        )  # fmt: skip
+        await self._run(folder, ["build", *sandbox, *options, *registry, str(folder / image_file(form)), spec], cwd=cwd)
+        (folder / "base.sif").unlink(missing_ok=True)
+
+    async def _run(self, folder: Path, arguments: Sequence[str], *, cwd: Path) -> None:
+        await self._program.run(arguments, cwd=cwd, log=folder / "build.log", timeout_s=self._config.timeout_s)
+
+    @property
+    def _privilege(self) -> list[str]:
+        return ["--fakeroot"] if self._config.fakeroot else []
 
     def _recipe(self, definition: Definition) -> Recipe:
         base = self._base(definition)

@@ -10,7 +10,6 @@ It can neither end a section, nor open `%setup`, which runs on the host, nor be 
 
 import hashlib
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,8 @@ from prorl_gym.runtimes.images.source import ImageSource
 
 SUFFIX = ".def.j2"
 _KINDS = ("agents", "resources_servers")
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@,+-]+")
+"""What stands unquoted; no `%`, which opens a section at the start of a line and is a plain character to a shell."""
 
 
 class DefinitionSettings(BaseModel):
@@ -186,4 +187,6 @@ def _quoted(value: object) -> object:
     text = str(value)
     if not text.isprintable():
         raise _Unquotable(f"{text[:80]!r} has a line break or a control character; copy a file in by %files instead")
-    return re.sub(r"\{(?=\{)", "{''", shlex.quote(text))
+    if _PLAIN.fullmatch(text):
+        return text
+    return re.sub(r"\{(?=\{)", "{''", "'" + text.replace("'", "'\"'\"'") + "'")

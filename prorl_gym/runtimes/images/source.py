@@ -48,16 +48,17 @@ class ImageSource:
         """Whether it is a file or folder of this host."""
         return self.location.startswith("/")
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder of this host."""
+        return self.is_local and Path(self.location).is_dir()
+
     def header(self) -> str:
         """The first lines of a definition that starts from it."""
         if self.kind == "debootstrap":
             suite, mirror = self.location.split("@", 1)
             return f"Bootstrap: debootstrap\nOSVersion: {suite}\nMirrorURL: {mirror}"
         return f"Bootstrap: {'localimage' if self.kind == 'path' else self.kind}\nFrom: {self.location}"
-
-    def build_argument(self) -> str:
-        """How `apptainer build` names it without a definition."""
-        return self.location if self.kind in {"path", "localimage"} else str(self)
 
     def identity(self) -> str:
         """Changes when what it names changes, as far as this host can see: a tag that moved at its hub is not seen.

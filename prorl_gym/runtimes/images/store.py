@@ -147,8 +147,6 @@ class ImageStore:
         try:
             trash.parent.mkdir(exist_ok=True)
             os.rename(pruned.path, trash)
-            with contextlib.suppress(OSError):
-                pruned.path.parent.rmdir()  # of a slug's last image
             shutil.rmtree(trash)
         except FileNotFoundError:
             return pruned  # another prune was faster

@@ -6,10 +6,11 @@ list first shortens it (`begin`), and extends it only after the model has run (`
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 #: A prompt that continues less than this part of what a free slot holds gets a copy, so that a long conversation is not
@@ -150,9 +151,12 @@ def lazy_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """Zeros whose pages, on a CPU, take memory only once written.
 
     Zeros because attention multiplies what it masks by a probability of 0, which garbage that reads as NaN would
-    survive. `torch.zeros` writes every page; numpy asks the kernel for zero pages.
+    survive. `torch.zeros` writes every page, and numpy asks for huge ones, of which one written byte takes 2 MB.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    count = math.prod(size) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(size)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(size)

@@ -24,7 +24,7 @@ class ToolChannel(asyncio.Protocol):
     async def connect(cls, end: socket.socket) -> "ToolChannel":
         """Take over a connected socket."""
         end.setblocking(False)
-        _, channel = await asyncio.get_running_loop().create_connection(cls, sock=end)
+        _, channel = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
         return channel
 
     async def request(

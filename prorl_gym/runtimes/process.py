@@ -62,7 +62,7 @@ class ProcessRuntime(Runtime):
         """Names of limits that this kind does not hold on this host."""
 
     def _holds_processes(self) -> bool:
-        """Whether the limit on processes counts this sandbox alone: it goes by user, and by user namespace since 5.14."""
+        """Whether the limit on processes counts this sandbox alone: it goes by user (and namespace, since 5.14)."""
         return os.geteuid() == 0
 
     def _inside(self) -> bool:
@@ -109,12 +109,12 @@ class ProcessRuntime(Runtime):
         ours, theirs = socket.socketpair()
         try:
             settings = {
-                "descriptor": SOCKET_DESCRIPTOR, "workdir": self._workdir(folder),
+                "workdir": self._workdir(folder),
                 "environment": self._environment(folder), "output_bytes": self.spec.limits.output_bytes,
                 "processes": self.spec.limits.processes if self._holds_processes() else None,
                 "file_bytes": self.spec.limits.file_bytes,
             }  # fmt: skip
-            tool_server = [*self._host.tools.command(inside=self._inside()), json.dumps(settings)]
+            tool_server = [*self._host.tools.command(inside=self._inside()), str(SOCKET_DESCRIPTOR)]
             output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 self._process = await self._host.launcher.spawn(
@@ -138,7 +138,7 @@ class ProcessRuntime(Runtime):
         except BaseException:
             ours.close()
             raise
-        await self._channel.request({"op": "hello"}, within_s=self.spec.start_timeout_s)
+        await self._channel.request({"op": "hello"}, json.dumps(settings).encode(), within_s=self.spec.start_timeout_s)
 
     def _make_folder(self, uid: int | None) -> SandboxRecord:
         self._record = self._host.new_folder(self.spec, uid, self.folders)

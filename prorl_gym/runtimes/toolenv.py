@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,8 @@ from packaging.requirements import Requirement
 from prorl_gym.errors import ConfigError
 
 MOUNT_POINT = "/opt/prorl"
-_FORMAT = 1
+_FORMAT = 2
+_UNUSED_S = 7 * 24 * 3600.0
 _PACKAGES = ("ipython", "ptyprocess")
 _LEFT_OUT_PACKAGES = frozenset({"jedi", "parso"})  # IPython does without: they complete code for a person
 _LEFT_OUT_STDLIB = frozenset({
@@ -80,6 +82,8 @@ def tool_environment(state: Path) -> ToolEnvironment:
             with _lock(root / f"{target.name}.lock"):
                 if not target.exists():
                     _make(target)
+                    _prune(root)
+        os.utime(target)
     except OSError as error:
         raise ConfigError(f"paths.state={state}: the tool environment cannot be made there: {error}") from error
     except subprocess.CalledProcessError as error:
@@ -147,6 +151,16 @@ def _make(target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _prune(root: Path) -> None:
+    """Remove environments, and unfinished ones, that no service has started with for a week."""
+    for folder in root.iterdir():
+        if folder.stat().st_mtime < time.time() - _UNUSED_S:
+            if folder.is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                folder.unlink(missing_ok=True)
+
+
 def _copy_stdlib(partial: Path) -> None:
     def left_out(folder: str, names: list[str]) -> set[str]:
         return {n for n in names if n in _LEFT_OUT_STDLIB or n.startswith("config-") or _LEFT_OUT_FILES.search(n)}
@@ -185,29 +199,34 @@ def _copy_packages(partial: Path) -> None:
 def _copy_interpreter(partial: Path, target: Path, patchelf: str) -> None:
     source = Path(sys.executable).resolve()
     loader = _loader_of(source)
-    program = partial / "bin/python3"
-    program.parent.mkdir()
-    shutil.copy2(source, program)
+    programs = {"python3": source}
+    bash = shutil.which("bash", path="/bin:/usr/bin:/usr/local/bin")
+    if bash is not None and Path(_loader_of(Path(bash))).resolve() == Path(loader).resolve():
+        programs["bash"] = Path(bash).resolve()  # for images that have none
+    (partial / "bin").mkdir()
+    for name, program in programs.items():
+        shutil.copy2(program, partial / "bin" / name)
     libraries = partial / "libs"
     libraries.mkdir()
     shutil.copy2(Path(loader).resolve(), libraries / "loader.so")
     compiled = sorted(path for path in partial.rglob("*.so*") if path.parent != libraries)
-    for library in _needed(loader, [source, *(_origin(path, partial) for path in compiled)]):
+    for library in _needed(loader, [*programs.values(), *(_origin(path, partial) for path in compiled)]):
         shutil.copy2(library.resolve(), libraries / library.name)
     loader_name = Path(loader).name
     if not (libraries / loader_name).exists():  # libc names its loader among what it needs
         shutil.copy2(libraries / "loader.so", libraries / loader_name)
     copies = [str(path) for path in libraries.iterdir() if path.name not in {"loader.so", loader_name}]
-    for path in (*copies, *map(str, compiled), str(program)):
+    own = [str(partial / "bin" / name) for name in programs]
+    for path in (*copies, *map(str, compiled), *own):
         os.chmod(path, 0o755)  # noqa: S103 - libraries are executable by custom, and public
     _run(patchelf, "--remove-rpath", *copies, *map(str, compiled))
-    _run(patchelf, "--force-rpath", "--set-rpath", "$ORIGIN/../libs", str(program))
+    _run(patchelf, "--force-rpath", "--set-rpath", "$ORIGIN/../libs", *own)
     on_host = partial / "host/bin/python3"
     on_host.parent.mkdir(parents=True)
-    shutil.copy2(program, on_host)
+    shutil.copy2(partial / "bin/python3", on_host)
     for name in ("libs", sys.platlibdir):
         (partial / "host" / name).symlink_to(f"../{name}")
-    _run(patchelf, "--set-interpreter", f"{MOUNT_POINT}/libs/loader.so", str(program))
+    _run(patchelf, "--set-interpreter", f"{MOUNT_POINT}/libs/loader.so", *own)
     _run(patchelf, "--set-interpreter", f"{target.resolve()}/libs/loader.so", str(on_host))
 
 

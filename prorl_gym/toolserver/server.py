@@ -29,15 +29,15 @@ from .session import Call, Reply, Session
 from .shell import Shell
 
 _CHUNK = 1 << 18
+_OPEN_FILES = 4096
 _INTERPRETERS: dict[str, type[Shell] | type[PythonSession]] = {"bash": Shell, "ipython": PythonSession}
 _TEXT_ARGUMENT = {"bash": "command", "ipython": "code"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the host decides when it starts the server; arrives as JSON in the arguments."""
+    """What the host decides; arrives with the first request, `hello`: arguments can be read in the process table."""
 
-    descriptor: int
     workdir: str
     environment: dict[str, str]
     output_bytes: int
@@ -48,16 +48,14 @@ class Settings:
 class ToolServer:
     """One connection, served until it ends."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._socket = socket.socket(fileno=settings.descriptor)
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._children = Children()
         self._sessions: dict[str, Session] = {}
         self._calls: dict[int, tuple[Session, Call]] = {}
         self._sending = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._editor = FileEditor(settings.workdir, settings.output_bytes)
 
     def serve(self) -> None:
         """Answer until the host closes the connection, then end every process below this one."""
@@ -104,8 +102,19 @@ class ToolServer:
             self._jobs.put(lambda: self._write(number, header, body))
         elif operation == "read":
             self._jobs.put(lambda: self._read(number, header))
-        else:  # `hello`: the first request, answered once everything is up
+        else:
+            self._configure(Settings(**json.loads(body)))
             self._send({"id": number, "pid": os.getpid()})
+
+    def _configure(self, settings: Settings) -> None:
+        self._settings = settings
+        self._editor = FileEditor(settings.workdir, settings.output_bytes)
+        _set_limit(resource.RLIMIT_CORE, 0)
+        _set_limit(resource.RLIMIT_NPROC, settings.processes)
+        _set_limit(resource.RLIMIT_FSIZE, settings.file_bytes)
+        _set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
+        with contextlib.suppress(OSError):
+            os.chdir(settings.workdir)
 
     def _submit(self, number: int, tool: str, timeout_s: float, arguments: dict[str, Any]) -> None:
         session = self._sessions.get(tool)
@@ -199,20 +208,13 @@ def main() -> None:
 
         serve_python(sys.argv[2])
         return
-    settings = Settings(**json.loads(sys.argv[1]))
     hide_memory()
     if os.getpid() == 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what PID 1 does not handle, nobody inside can send it
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         adopt_orphans()
-    _set_limit(resource.RLIMIT_CORE, 0)
-    _set_limit(resource.RLIMIT_NPROC, settings.processes)
-    _set_limit(resource.RLIMIT_FSIZE, settings.file_bytes)
-    _set_limit(resource.RLIMIT_NOFILE, 4096)
-    with contextlib.suppress(OSError):
-        os.chdir(settings.workdir)
-    ToolServer(settings).serve()
+    ToolServer(int(sys.argv[1])).serve()
     os._exit(0)  # the tool threads may be in the middle of anything
 
 

@@ -33,6 +33,12 @@ async def sandbox(state: Path, kind: RuntimeKind, **fields: object) -> AsyncIter
         yield runtime
 
 
+def spawned(factory: RuntimeFactory) -> str:
+    """The spawner's children, as the kernel lists them: the sandboxes, and orphans of dead ones."""
+    spawner = factory._host.launcher._process.pid
+    return Path(f"/proc/{spawner}/task/{spawner}/children").read_text()
+
+
 def processes_with(marker: str) -> list[int]:
     """Processes of this host whose command line holds the marker."""
     found = []

@@ -15,8 +15,9 @@ from prorl_gym.config.models import PathsConfig, RuntimeConfig
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.runtimes.base import SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
+from prorl_gym.toolserver.children import descendants
 
-from .sandboxes import prepared_factory, processes_with
+from .sandboxes import prepared_factory, processes_with, spawned
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,19 +102,19 @@ async def test_host_network_is_the_hosts(boxes):
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05, 0.3])
 async def test_a_killed_bwrap_takes_everything_along(boxes, after_s, eventually):
     """X-02: its pid is killed at some moment of its life; nothing that it started stays."""
-    marker = uuid.uuid4().hex
-    runtime = boxes.create(SandboxSpec(kind="bubblewrap", env={"MARKER": marker}))
+    marker, before = f"88{uuid.uuid4().int % 10**6}", spawned(boxes)
+    runtime = boxes.create(SandboxSpec(kind="bubblewrap"))
     start = asyncio.create_task(runtime.start())
     await eventually(lambda: runtime._process is not None)
     call = None
     if after_s > 0.1:
         await start
-        call = asyncio.create_task(runtime.call("bash", {"command": "sleep 300 & sleep 300"}, timeout_s=60))
+        call = asyncio.create_task(runtime.call("bash", {"command": f"sleep {marker} & sleep {marker}"}, timeout_s=60))
     await asyncio.sleep(after_s)  # the moment is the input here
     os.kill(runtime._process.pid, signal.SIGKILL)
     results = await asyncio.gather(start, *([call] if call else []), return_exceptions=True)
     assert isinstance(results[-1], Exception)
-    await eventually(lambda: not processes_with(marker))
+    await eventually(lambda: spawned(boxes) == before and not processes_with(f"sleep\0{marker}"))
     await runtime.stop()
 
 
@@ -144,6 +145,17 @@ async def test_an_image_folder_is_the_root(boxes, tmp_path):
     with pytest.raises(RuntimeStartError, match="not a folder"):
         async with boxes.create(SandboxSpec(kind="bubblewrap", image=str(tmp_path / "absent"))):
             pass
+
+
+async def test_an_image_without_bash_gets_one(boxes, tmp_path):
+    image = tmp_path / "image"
+    (image / "etc").mkdir(parents=True)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    async with boxes.create(SandboxSpec(kind="bubblewrap", image=str(image))) as runtime:
+        reply = await runtime.call("bash", {"command": "echo $BASH; echo *; ls"}, timeout_s=5)
+        assert reply.text.startswith("/opt/prorl/bin/bash\n")
+        assert "ls: command not found" in reply.text
 
 
 @pytest.mark.parametrize(
@@ -187,9 +199,9 @@ async def main():
     factory = RuntimeFactory(RuntimeConfig(), PathsConfig(state=state, images=state))
     await factory.prepare([kind])
     for _ in range(3):
-        runtime = factory.create(SandboxSpec(kind=kind, env={"MARKER": marker}))
+        runtime = factory.create(SandboxSpec(kind=kind))
         await runtime.start()
-        command = f"setsid sleep 300 & (trap '' HUP TERM; sleep 300) & : {marker}"
+        command = f"setsid sleep {marker} & (trap '' HUP TERM; sleep {marker}) & sleep 0.1"
         await runtime.call("bash", {"command": command}, timeout_s=9)
     print("up", flush=True)
     await asyncio.Event().wait()
@@ -200,22 +212,16 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "local"])
 async def test_nothing_survives_a_sigkill_of_the_service(boxes, state, kind, eventually):
-    marker = uuid.uuid4().hex
+    marker = f"55{uuid.uuid4().int % 10**6}"
     service = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVICE, kind, str(state), marker, stdout=asyncio.subprocess.PIPE
     )
     assert await asyncio.wait_for(service.stdout.readline(), 30) == b"up\n"
-    inside = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _environment_holds(pid, marker)]
-    assert len(inside) >= 9
+    assert len(processes_with(f"sleep\0{marker}")) == 6
+    below = descendants(service.pid)
+    assert len(below) > 12
     service.kill()
     await service.wait()
-    await eventually(lambda: not processes_with(marker))
-    await eventually(lambda: not any(_environment_holds(pid, marker) for pid in inside))
+    await eventually(lambda: not processes_with(f"sleep\0{marker}"))
+    await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
     assert await boxes.sweep() == 3
-
-
-def _environment_holds(pid, marker):
-    try:
-        return marker.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False

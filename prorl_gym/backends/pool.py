@@ -102,7 +102,7 @@ class BackendPool:
             address=address,
             call_timeout_s=self._config.call_timeout_s,
             probe_timeout_s=self._config.connect_timeout_s,
-            api_key=_api_key(api_key_env or self._config.api_key_env),
+            api_key=self._api_key(api_key_env),
         )
         dialects = candidates(dialect or self._config.dialect, endpoint, model)
         backend = self._register(address, Registration(dialects, model, policy_version))
@@ -110,6 +110,27 @@ class BackendPool:
         self._last_add_s = asyncio.get_running_loop().time()
         self._changed.notify()
         return self._describe(backend)
+
+    def _api_key(self, named: str | None) -> str | None:
+        """The key out of the environment; only of a variable that the configuration lets out.
+
+        Raises:
+            RequestError: It is not listed, or holds no usable key.
+        """
+        own = self._config.api_key_env
+        variable = named or own
+        if variable is None:
+            return None
+        if variable != own and variable not in self._config.api_key_envs:
+            raise RequestError(
+                f"{variable!r} is none of the variables that may hold an engine's key; "
+                "list it in the service's configuration: backend.api_key_envs",
+                field="api_key_env",
+            )
+        value = os.environ.get(variable)
+        if not value or not value.isascii() or not value.isprintable():
+            raise RequestError(f"environment variable {variable!r} holds no usable key", field="api_key_env")
+        return value
 
     def _register(self, address: str, registration: Registration) -> Backend:
         minimum = min((backend.assigned for backend in self._open.values()), default=0)
@@ -320,12 +341,3 @@ class BackendPool:
             latest = now() + _MAX_SETTLE_S
             while self._open and (left_s := min(self._last_add_s + _SETTLE_S, latest) - now()) > 0:  # noqa: ASYNC110 - a lull
                 await asyncio.sleep(left_s)
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    value = os.environ.get(variable)
-    if not value or not value.isascii() or not value.isprintable():
-        raise RequestError(f"environment variable {variable!r} holds no usable key", field="api_key_env")
-    return value

@@ -286,7 +286,8 @@ class RolloutClient:
             policy: Whose backend it is.
             dialect: None finds out.
             model: The name it serves, where it serves several.
-            api_key_env: Name of the variable, in the service's environment, that holds the engine's key.
+            api_key_env: Name of the variable, in the service's environment, that holds the engine's key; the service's
+                configuration must list it in `backend.api_key_envs`.
         """
         optional = {"policy_version": policy_version, "dialect": dialect, "model": model, "api_key_env": api_key_env}
         body = {"address": address, "policy": policy, **{k: v for k, v in optional.items() if v is not None}}

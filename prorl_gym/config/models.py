@@ -100,7 +100,10 @@ class BackendConfig(_Model):
     """Registered at start for the policy `default`; more come by POST /add_llm_server."""
     dialect: Literal["auto", "vllm"] = "auto"
     api_key_env: str | None = None
-    """Name of the environment variable that holds the engines' key."""
+    """Name of the environment variable that holds the engines' key; it is sent to every engine that is registered
+    without a key of its own."""
+    api_key_envs: tuple[str, ...] = ()
+    """Further variables that `POST /add_llm_server` may name as `api_key_env`: nothing else leaves the environment."""
     routing: Literal["least_in_flight", "least_assigned"] = "least_in_flight"
     wait_s: PositiveSeconds = 3600.0
     """How long a task waits for a backend to be registered, its timer paused."""
@@ -210,8 +213,8 @@ class ImagesConfig(_Model):
     values: dict[str, dict[str, Any]] = {}
     """Definition → values for its template, over its own."""
     fakeroot: bool = True
-    """Build as root of a user namespace (wants a line in /etc/subuid, or the program fakeroot). False for a service that
-    is fully root."""
+    """Build as root of a user namespace (wants a line in /etc/subuid, or the program fakeroot). False for a service
+    that is fully root."""
     parallel: int = Field(4, ge=1, le=64)
     """Images built or fetched at once."""
     timeout_s: PositiveSeconds = 7200.0

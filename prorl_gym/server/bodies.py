@@ -63,7 +63,8 @@ class AddLlmServer(_Body):
     dialect: str | None = Field(None, max_length=50)
     model: str | None = Field(None, max_length=1000)
     api_key_env: str | None = Field(None, max_length=200)
-    """Name of the variable in the service's environment that holds the engine's key."""
+    """Name of the variable in the service's environment that holds the engine's key; one of those that
+    `backend.api_key_envs` (or `backend.api_key_env`) of its configuration lists, else a 400."""
 
 
 class ClearLlmServer(_Body):

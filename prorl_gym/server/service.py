@@ -72,7 +72,8 @@ class Service:
         try:
             await self.runtimes.sweep()
             await self.runtimes.prepare(runtime_kinds(self.config))
-            hide(os.environ.get(self.config.backend.api_key_env or ""))
+            for variable in (self.config.backend.api_key_env, *self.config.backend.api_key_envs):
+                hide(os.environ.get(variable or ""))
             await self.backends.start()
             await self.handlers.start()
             if self.config.server.autostart:
@@ -112,7 +113,6 @@ class Service:
 
     async def add_llm_server(self, body: AddLlmServer) -> LlmServer:
         """Register an inference endpoint; the same address again updates it."""
-        hide(os.environ.get(body.api_key_env or ""))
         return await self.backends.pool(body.policy).add(
             body.address,
             policy_version=body.policy_version,

@@ -75,7 +75,7 @@ async def test_the_same_address_again_renews_version_and_model(make_pool: MakePo
 async def test_wrong_registrations_are_refused_by_field_and_change_nothing(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool()
+    pool = make_pool(api_key_envs=("NO_SUCH_KEY",))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     for field, arguments in (
         ("address", {"address": "n1:8000"}),
@@ -101,6 +101,22 @@ async def test_the_key_comes_from_the_named_variable(
         assert (await one_call(pool, waits)).output_ids
         assert not (await make_pool().add(llm.address)).healthy
     assert "s3cret" not in caplog.text
+
+
+async def test_no_variable_leaves_the_environment_that_the_configuration_does_not_list(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HUB_TOKEN", "FIRST_KEY", "SECOND_KEY"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    pool = make_pool(api_key_env="FIRST_KEY", api_key_envs=("SECOND_KEY",))
+    async with ScriptedLlm(Reply(), api_key="value-of-SECOND_KEY") as llm:
+        for refused in ("HUB_TOKEN", "UNSET_VARIABLE", "first_key"):
+            with pytest.raises(RequestError, match=r"backend\.api_key_envs") as caught:
+                await pool.add(llm.address, api_key_env=refused)
+            assert caught.value.field == "api_key_env"
+        assert pool.servers() == []
+        assert not (await pool.add(llm.address, api_key_env="FIRST_KEY")).healthy
+        assert (await pool.add(llm.address, api_key_env="SECOND_KEY")).healthy
 
 
 async def test_a_stopped_pool_takes_no_backend_and_ends_its_calls(make_pool: MakePool, waits: Waits) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -99,7 +100,6 @@ class RuntimeImageBuilder:
         definition = find_definition(self._roots, name)
         mode = self._mode(definition)
         recipe = await asyncio.to_thread(self._recipe, definition)
-        self.render(name)  # a mistake in it shows before anything is waited for
 
         async def make(folder: Path) -> None:
             base = await self._unpackable(self._base(definition), folder)
@@ -126,11 +126,15 @@ class RuntimeImageBuilder:
             raise ConfigError(f"image {source}: a base for definitions, it cannot be fetched as it is")
 
         async def make(folder: Path) -> None:
-            if source.kind != "localimage":
-                await self._apptainer(folder, self._privilege, str(source), cwd=folder)
+            if source.kind in {"docker", "oras"} and self._config.format == "sif":
+                # Needs no privilege, and leaves a .sif from ORAS as it is, signatures included.
+                target = str(folder / image_file("sif"))
+                await self._run(folder, ["pull", *self._registry, target, str(source)], cwd=folder)
+            elif source.kind != "localimage":
+                await self._apptainer(folder, self._unpacking, str(source), cwd=folder)
             elif self._config.format == "directory":
                 base = await self._unpackable(source, folder)
-                await self._apptainer(folder, self._privilege, str(base and base.location), cwd=folder)
+                await self._apptainer(folder, self._unpacking, str(base and base.location), cwd=folder)
             elif source.is_folder:
                 await self._apptainer(folder, _PACKING, source.location, cwd=folder)
             else:
@@ -189,18 +193,26 @@ class RuntimeImageBuilder:
 
     async def _apptainer(self, folder: Path, options: Sequence[str], spec: str, *, cwd: Path) -> None:
         form = self._config.format
-        registry = ["--authfile", str(self._config.auth_file)] if self._config.auth_file else []
-        registry += ["--no-https"] if self._config.plain_http else []
-        sandbox = ["--sandbox"] if form == "directory" else []
-        await self._run(folder, ["build", *sandbox, *options, *registry, str(folder / image_file(form)), spec], cwd=cwd)
+        options = [*(["--sandbox"] if form == "directory" else []), *options, *self._registry]
+        await self._run(folder, ["build", *options, str(folder / image_file(form)), spec], cwd=cwd)
         (folder / "base.sif").unlink(missing_ok=True)
 
     async def _run(self, folder: Path, arguments: Sequence[str], *, cwd: Path) -> None:
         await self._program.run(arguments, cwd=cwd, log=folder / "build.log", timeout_s=self._config.timeout_s)
 
     @property
+    def _registry(self) -> list[str]:
+        credentials = ["--authfile", str(self._config.auth_file)] if self._config.auth_file else []
+        return [*credentials, *(["--no-https"] if self._config.plain_http else [])]
+
+    @property
     def _privilege(self) -> list[str]:
         return ["--fakeroot"] if self._config.fakeroot else []
+
+    @property
+    def _unpacking(self) -> list[str]:
+        """An ordinary user unpacks files as its own; root in a container, short of capabilities, needs fakeroot."""
+        return self._privilege if os.geteuid() == 0 else []
 
     def _recipe(self, definition: Definition) -> Recipe:
         base = self._base(definition)

@@ -15,6 +15,7 @@ from prorl_gym.config.models import ProrlConfig
 from prorl_gym.runtimes.images import RuntimeImageBuilder
 from prorl_gym.runtimes.images.program import ImageError
 from prorl_gym.runtimes.toolenv import MOUNT_POINT, tool_environment
+from tests.runtimes.images.registry import Registry, serving
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(180)]
 Config = Callable[..., ProrlConfig]
@@ -180,7 +181,7 @@ def test_pull_packs_copies_and_uses_in_place(
     assert main(["images", "pull", str(rows), f"images.allow={allow}", *paths]) == 1
     out, err = capsys.readouterr()
     assert "2 fetched, 1 there already, 2 failed" in out
-    assert "docker://127.0.0.1:1/no/such:1: apptainer build failed" in err
+    assert "docker://127.0.0.1:1/no/such:1: apptainer pull failed" in err
     assert "connection refused" in err
     assert "rows.jsonl:5: image 'docker://evil:1' is not allowed" in err
     assert time.monotonic() - began < 120
@@ -189,3 +190,27 @@ def test_pull_packs_copies_and_uses_in_place(
     assert {image["name"] for image in images} == set(names[:2])
     for image in images:
         assert inside(Path(image["path"]), "cat", "/etc/debian_version").startswith("12")
+
+
+def test_images_come_from_registries_and_serve_as_bases(
+    tmp_path: Path, root: Path, config: Config, real_base: Path, packed_base: Path
+) -> None:
+    registry = Registry()
+    registry.add_docker("1", real_base)
+    registry.add_oras("sif", packed_base)
+    with serving(registry) as host:
+        docker, oras = f"docker://{host}/toy/box:1", f"oras://{host}/toy/box:sif"
+        builder = RuntimeImageBuilder(config(plain_http=True, bases={"toy/box": docker}))
+
+        async def obtain() -> list[Path]:
+            return [
+                (await builder.pull(docker)).path,
+                (await builder.pull(oras)).path,
+                (await builder.build("toy/box")).path,
+            ]
+
+        pulled, sif, built = asyncio.run(obtain())
+        assert asyncio.run(builder.locate(docker.removeprefix("docker://"))) == pulled
+    assert inside(pulled, "env").count("FROM_HUB=yes") == 1
+    assert sif.read_bytes() == packed_base.read_bytes()
+    assert inside(built, "cat", "/opt/greeting") == "hello\n"

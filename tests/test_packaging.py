@@ -76,6 +76,7 @@ def test_the_sdist_builds_the_same_wheel(wheels: dict[str, Path]) -> None:
         "prorl_gym/_bundled/conf/config.yaml",
         "prorl_gym/_bundled/resources_servers/math/app.py",
         "prorl_gym/_bundled/agents/tool_calling/app.py",
+        "prorl_gym/_bundled/agents/tool_calling/images/python.def.j2",
         "training_recipes/__init__.py",
     ):
         assert needed in names["wheel"]

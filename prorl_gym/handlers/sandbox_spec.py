@@ -42,7 +42,8 @@ def row_image(row: Mapping[str, Any], allowed: tuple[str, ...]) -> str | None:
             continue
         if not isinstance(image, str):
             raise RequestError(f"{column} must be a text", field=f"instance.{column}")
-        if not any(fnmatchcase(image, pattern) for pattern in allowed):
+        leaves = ".." in image.split("/")  # a pattern's * would match it
+        if leaves or not any(fnmatchcase(image, pattern) for pattern in allowed):
             known = ", ".join(allowed) or "nothing"
             raise RequestError(
                 f"image {image[:200]!r} is not allowed; images.allow has {known}", field=f"instance.{column}"

@@ -1,7 +1,7 @@
 """Where an image, or the base of one, comes from.
 
-The invariant: a source's text holds no line break, no brace and no leading dash, so that it can stand in a definition's
-header and on a command line without meaning anything else there. Sources may come from untrusted rows.
+The invariant: a source's text holds no line break, no brace, no leading dash and no `..`, so that it can stand in a
+definition's header and on a command line without meaning anything else there. Sources may come from untrusted rows.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ def parse_source(text: str) -> ImageSource:
 
 
 def _checked(text: str, location: str, shape: re.Pattern[str]) -> str:
-    if not shape.fullmatch(location):
+    if not shape.fullmatch(location) or ".." in location.split("/"):
         raise ConfigError(f"image {text[:200]!r}: write {FORMS}; local paths are absolute")
     return location
 

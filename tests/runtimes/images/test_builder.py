@@ -277,3 +277,20 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
 def test_show_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["images", "show", "toy/box", 'images.values={toy/box: {greeting: "two words"}}']) == 0
     assert "echo 'two words' > /opt/greeting" in capsys.readouterr().out
+
+
+def test_the_readmes_commands(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    block = readme.partition("```bash images\n")[2].partition("```")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e"], input=block, env={"PATH": path}, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Bootstrap: docker\nFrom: python:3.11" in done.stdout
+
+
+def test_a_row_cannot_leave_what_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = rows(tmp_path / "rows.jsonl", "/images/../etc/secret.sif")
+    assert main(["images", "pull", file, 'images.allow=["/images/*"]', *settings(tmp_path)]) == 1
+    assert "rows.jsonl:1: image '/images/../etc/secret.sif' is not allowed" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_sources(text: str, canonical: str, header: str | None) -> None:
     [
         "", "-x", "--fakeroot", "a b", "docker://x\n%setup", "localimage:relative.sif", "/a\nb", "/a{{ x }}",
         "http://x/y.sif", "library://a/b", "docker://", "oras:x/y:1 z", "debootstrap:bookworm",
-        "debootstrap:b@file:///etc", "shub://a", "../x",
+        "debootstrap:b@file:///etc", "shub://a", "../x", "/images/../x.sif",
     ],
 )  # fmt: skip
 def test_what_is_no_source(text: str) -> None:

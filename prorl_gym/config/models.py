@@ -71,6 +71,8 @@ class ResultsConfig(_Model):
     ttl_s: PositiveSeconds = 3600.0
     max_count: int = Field(20_000, ge=1)
     """Beyond it the oldest result goes first."""
+    max_bytes: int = Field(2 << 30, ge=1)
+    """Memory that all of them may keep, estimated; beyond it the oldest goes first, the newest stays in any case."""
 
 
 class ServerConfig(_Model):

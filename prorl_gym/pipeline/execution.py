@@ -41,7 +41,7 @@ class Shared:
     Attributes:
         gates: One per stage; INIT's also bounds the sandboxes that are started and not yet in RUN.
         moved: Told of every change of a job's status: (from, to).
-        ended: Told of every job that has its outcome.
+        ended: Told of every job that has its outcome, and of that.
         provenance: Goes into every result.
     """
 
@@ -49,7 +49,7 @@ class Shared:
     gates: Mapping[Stage, Gate]
     calls: CallFacilities
     moved: Callable[[JobStatus, JobStatus], None]
-    ended: Callable[[Ticket], None]
+    ended: Callable[[Ticket, Outcome], None]
     provenance: Mapping[str, Any]
 
 
@@ -302,7 +302,7 @@ class Execution:
         if not ticket.end(outcome):
             return False
         self._shared.moved(before, outcome.status)
-        self._shared.ended(ticket)
+        self._shared.ended(ticket, outcome)
         reason = None if outcome.stop_reason is None else outcome.stop_reason.value
         fields = {"reward": outcome.score.reward, "stop_reason": reason}
         ticket.events.append(outcome.status.value, fields, last=True)

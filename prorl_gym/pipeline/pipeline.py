@@ -21,8 +21,10 @@ from prorl_gym.handlers.base import AgentHandler
 from prorl_gym.handlers.registry import HandlerRegistry
 from prorl_gym.pipeline.calls import CallFacilities
 from prorl_gym.pipeline.execution import Execution, Shared
+from prorl_gym.pipeline.footprint import footprint
 from prorl_gym.pipeline.gate import Allowance, Gate
 from prorl_gym.pipeline.leftovers import Leftovers
+from prorl_gym.pipeline.outcome import Outcome
 from prorl_gym.pipeline.scope import TEARDOWN_S
 from prorl_gym.pipeline.store import TicketStore
 from prorl_gym.pipeline.threads import HandlerThreads
@@ -77,7 +79,7 @@ class Pipeline:
         self.state: State = "stopped"
         self._config = settings
         self._handlers = handlers
-        self._store = TicketStore(config.results.ttl_s, config.results.max_count)
+        self._store = TicketStore(config.results.ttl_s, config.results.max_count, config.results.max_bytes)
         self._leftovers = Leftovers()
         self._ready_ahead = Allowance(settings.ready_ahead or settings.run.workers)
         self._gates: dict[Stage, Gate] = {
@@ -98,7 +100,7 @@ class Pipeline:
             gates=self._gates,
             calls=CallFacilities(self._threads, self._leftovers, settings.cancel_grace_s),
             moved=self._moved,
-            ended=self._store.ended,
+            ended=self._ended,
             provenance={
                 "service_version": __version__,
                 "config_digest": hashlib.sha256(config.model_dump_json().encode()).hexdigest(),
@@ -274,6 +276,9 @@ class Pipeline:
     def _moved(self, before: JobStatus, after: JobStatus) -> None:
         self._jobs[before] -= 1
         self._jobs[after] += 1
+
+    def _ended(self, ticket: Ticket, outcome: Outcome) -> None:
+        self._store.ended(ticket, footprint(outcome))
 
     def _thread_limit(self) -> int:
         """One for every slot, and one for each that a call which never returned has taken away."""

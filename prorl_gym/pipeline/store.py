@@ -7,8 +7,14 @@ take this class's place.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from prorl_gym.pipeline.ticket import Ticket
+
+
+class _Ended(NamedTuple):
+    at: float
+    size_bytes: int
 
 
 class TicketStore:
@@ -17,16 +23,21 @@ class TicketStore:
     Args:
         ttl_s: How long an ended job stays.
         max_count: How many ended jobs stay; the oldest goes first.
+        max_bytes: How much memory ended jobs may keep together; the oldest goes first, the newest stays in any case.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, ttl_s: float, max_count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ttl_s: float, max_count: int, max_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ttl = ttl_s
         self._max_count = max_count
+        self._max_bytes = max_bytes
         self._clock = clock
         self._tickets: dict[str, Ticket] = {}
         self._groups: dict[str, dict[str, None]] = {}
-        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._ended_bytes = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -42,9 +53,10 @@ class TicketStore:
         self.expire()
         return self._tickets.get(job_id)
 
-    def ended(self, ticket: Ticket) -> None:
-        """Let a job's time begin to run."""
-        self._ended[ticket.id] = self._clock()
+    def ended(self, ticket: Ticket, size_bytes: int) -> None:
+        """Let a job's time begin to run; `size_bytes` is what keeping it costs."""
+        self._ended[ticket.id] = _Ended(self._clock(), size_bytes)
+        self._ended_bytes += size_bytes
         self.expire()
 
     def under_way(self) -> list[Ticket]:
@@ -65,11 +77,16 @@ class TicketStore:
         """Drop what is too old or too much."""
         limit = self._clock() - self._ttl
         while self._ended:
-            job_id, at = next(iter(self._ended.items()))
-            if at > limit and len(self._ended) <= self._max_count:
+            job_id, oldest = next(iter(self._ended.items()))
+            if oldest.at > limit and not self._too_much():
                 return
             del self._ended[job_id]
+            self._ended_bytes -= oldest.size_bytes
             self._drop(self._tickets.pop(job_id))
+
+    def _too_much(self) -> bool:
+        count = len(self._ended)
+        return count > self._max_count or (self._ended_bytes > self._max_bytes and count > 1)
 
     def _drop(self, ticket: Ticket) -> None:
         group_id = ticket.request.group_id

@@ -22,21 +22,37 @@ def ticket(name: str, group: str | None = None) -> Ticket:
 
 def test_the_store_drops_ended_jobs_by_age_and_forgets_their_group():
     now = 0.0
-    store = TicketStore(ttl_s=10, max_count=100, clock=lambda: now)
+    store = TicketStore(ttl_s=10, max_count=100, max_bytes=1000, clock=lambda: now)
     for name in ("a", "b", "c"):
         store.add(ticket(name, "g"))
-    store.ended(store.get("a"))
+    store.ended(store.get("a"), 1)
     now = 5.0
-    store.ended(store.get("b"))
+    store.ended(store.get("b"), 1)
     assert store.in_group("g") == ["a", "b", "c"]
     now = 10.0
     assert store.in_group("g") == ["b", "c"]
     now = 1000.0
     assert (store.with_prefix(""), len(store)) == (["c"], 1)
-    store.ended(store.get("c"))
+    store.ended(store.get("c"), 1)
     now = 2000.0
     assert store.in_group("g") == []
     assert len(store) == 0
+
+
+def test_the_store_drops_the_oldest_ended_jobs_by_memory_but_never_the_newest_or_one_under_way():
+    store = TicketStore(ttl_s=10, max_count=100, max_bytes=1000, clock=lambda: 0.0)
+    for name in ("running", "a", "b", "c", "huge"):
+        store.add(ticket(name))
+    for name, size in (("a", 400), ("b", 500)):
+        store.ended(store.get(name), size)
+    assert store.with_prefix("") == ["running", "a", "b", "c", "huge"]
+    store.ended(store.get("c"), 200)
+    assert store.with_prefix("") == ["running", "b", "c", "huge"]
+    store.ended(store.get("huge"), 5000)
+    assert store.with_prefix("") == ["running", "huge"]
+    store.add(ticket("d"))
+    store.ended(store.get("d"), 999)
+    assert store.with_prefix("") == ["running", "d"]
 
 
 async def test_a_full_event_log_forgets_its_oldest_and_its_followers_see_the_gap():

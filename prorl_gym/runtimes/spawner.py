@@ -169,6 +169,7 @@ def main() -> None:
     _libc.prctl(_PR_SET_NAME, b"prorl-spawner", 0, 0, 0)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.setsid()  # a terminal's interrupt is for the service to handle
+    os.umask(0o022)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Spawner(socket.socket(fileno=int(sys.argv[1]))).serve()

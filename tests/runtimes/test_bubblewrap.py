@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from prorl_gym.config.models import PathsConfig, RuntimeConfig
-from prorl_gym.errors import ConfigError, RuntimeStartError
-from prorl_gym.runtimes.base import SandboxSpec
+from prorl_gym.errors import ConfigError, RuntimeStartError, SandboxError
+from prorl_gym.runtimes.base import Limits, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.toolserver.children import descendants
 
@@ -113,7 +113,8 @@ async def test_a_killed_bwrap_takes_everything_along(boxes, after_s, eventually)
     await asyncio.sleep(after_s)  # the moment is the input here
     os.kill(runtime._process.pid, signal.SIGKILL)
     results = await asyncio.gather(start, *([call] if call else []), return_exceptions=True)
-    assert isinstance(results[-1], Exception)
+    if call is not None:
+        assert isinstance(results[-1], SandboxError)
     await eventually(lambda: spawned(boxes) == before and not processes_with(f"sleep\0{marker}"))
     await runtime.stop()
 
@@ -188,10 +189,38 @@ async def test_a_host_that_refuses_says_why(state, tmp_path, monkeypatch, messag
         await factory.stop()
 
 
+BOMB = """python3 -c "
+import os, time
+for n in range(200):
+    try:
+        if os.fork() == 0:
+            time.sleep(2)
+            os._exit(0)
+    except BlockingIOError:
+        print('refused after', n)
+        break
+"
+"""
+
+
+async def test_a_fork_bomb_is_contained(boxes):
+    """Inside its own PID namespace and under a user of its own only."""
+    spec = SandboxSpec(kind="bubblewrap", limits=Limits(processes=40))
+    async with boxes.create(spec) as runtime:
+        reply = await runtime.call(
+            "bash", {"command": "readlink /proc/self/ns/pid; id -u; cat /proc/1/comm"}, timeout_s=5
+        )
+        assert "python3" in reply.text
+        assert Path("/proc/self/ns/pid").readlink().name not in reply.text
+        reply = await runtime.call("bash", {"command": BOMB}, timeout_s=20)
+        assert 5 < int(reply.text.split("refused after ")[1]) < 40
+        assert (await runtime.call("bash", {"command": "echo ok"}, timeout_s=10)).text == "ok\n"
+
+
 SERVICE = """
 import asyncio, sys
 from prorl_gym.config.models import PathsConfig, RuntimeConfig
-from prorl_gym.runtimes.base import SandboxSpec
+from prorl_gym.runtimes.base import Limits, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
 
 async def main():

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from prorl_gym.errors import RuntimeStartError, SandboxError
+from prorl_gym.config.models import PathsConfig, RuntimeConfig
+from prorl_gym.errors import ConfigError, RuntimeStartError, SandboxError
 from prorl_gym.runtimes.base import Limits, SandboxSpec
+from prorl_gym.runtimes.factory import RuntimeFactory
 
 from .sandboxes import processes_with, spawned
 
@@ -261,3 +263,28 @@ async def test_leftovers_of_a_dead_service_are_swept(factory, eventually):
     assert (await bash(alive, "echo here")).text == "here\n"
     await alive.stop()
     await dead.stop()
+
+
+async def test_a_dead_spawner_takes_its_sandboxes_along_and_is_replaced(factory, eventually):
+    runtime = factory.create(SandboxSpec(kind=factory.kind))
+    await runtime.start()
+    pid = runtime.describe().pid
+    os.kill(factory._host.launcher._process.pid, signal.SIGKILL)
+    await eventually(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(SandboxError, match="gone"):
+        await bash(runtime, "echo hi")
+    await runtime.stop()
+    async with factory.create(SandboxSpec(kind=factory.kind)) as other:
+        assert (await bash(other, "echo fine")).text == "fine\n"
+    assert not factory.leftovers()
+
+
+async def test_a_state_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    factory = RuntimeFactory(RuntimeConfig(), PathsConfig(state=blocked / "state", images=tmp_path))
+    try:
+        with pytest.raises(ConfigError, match=r"paths\.state"):
+            await factory.prepare(["local"])
+    finally:
+        await factory.stop()

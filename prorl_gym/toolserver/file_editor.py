@@ -19,7 +19,7 @@ from .session import Reply
 _MAX_FILE_BYTES = 32 << 20
 _CONTEXT_LINES = 4
 _MAX_ENTRIES = 400
-_UNDO_STEPS = 16
+_UNDO_BYTES = 64 << 20
 
 
 class Refused(Exception):
@@ -44,13 +44,22 @@ class _Text:
         return self.bom + text.encode(self.encoding)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    """One edit that can be undone: the file's bytes before it (None: there was no file) and a digest of those after."""
+
+    real: Path
+    before: bytes | None
+    digest: bytes
+
+
 class FileEditor:
     """The tool; one instance holds the history that `undo_edit` needs."""
 
     def __init__(self, workdir: str, output_bytes: int) -> None:
         self._workdir = Path(workdir)
         self._limit = output_bytes
-        self._history: dict[Path, deque[tuple[bytes | None, bytes]]] = {}
+        self._history: deque[_Edit] = deque()
 
     def run(self, arguments: dict[str, Any]) -> Reply:
         """Execute one command; a refusal is a reply like any other."""
@@ -130,17 +139,16 @@ class FileEditor:
 
     def _undo(self, path: Path, arguments: dict[str, Any]) -> str:
         real = path.resolve()
-        history = self._history.get(real)
-        if not history:
+        edit = next((edit for edit in reversed(self._history) if edit.real == real), None)
+        if edit is None:
             raise Refused(f"there is no edit of {path} to undo")
-        before, digest = history[-1]
-        if not real.is_file() or hashlib.sha256(real.read_bytes()).digest() != digest:
+        if not real.is_file() or hashlib.sha256(real.read_bytes()).digest() != edit.digest:
             raise Refused(f"{path} was changed by something else since the edit: not undone")
-        history.pop()
-        if before is None:
+        self._history.remove(edit)
+        if edit.before is None:
             real.unlink()
             return f"Undone: {path} is gone again"
-        _overwrite(real, before)
+        _overwrite(real, edit.before)
         return f"Undone: {path} is as it was before the last edit"
 
     def _write(self, file: _Text, changed: str) -> None:
@@ -150,8 +158,9 @@ class FileEditor:
         self._remember(real, before, after)
 
     def _remember(self, real: Path, before: bytes | None, after: bytes) -> None:
-        history = self._history.setdefault(real, deque(maxlen=_UNDO_STEPS))
-        history.append((before, hashlib.sha256(after).digest()))
+        self._history.append(_Edit(real, before, hashlib.sha256(after).digest()))
+        while len(self._history) > 1 and sum(len(edit.before or b"") for edit in self._history) > _UNDO_BYTES:
+            self._history.popleft()
 
 
 def _read(path: Path) -> _Text:
@@ -164,7 +173,7 @@ def _read(path: Path) -> _Text:
             raise Refused(f"{path} is not a regular file")
         if status.st_size > _MAX_FILE_BYTES:
             raise Refused(f"{path} has {status.st_size} bytes, more than this tool reads ({_MAX_FILE_BYTES}): use bash")
-        raw = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
+        raw = _read_bounded(descriptor, path)
     finally:
         os.close(descriptor)
     for bom, encoding in (
@@ -183,6 +192,17 @@ def _read(path: Path) -> _Text:
         return _Text(path, raw.decode("utf-8"), "utf-8", b"")
     except UnicodeDecodeError:
         return _Text(path, raw.decode("latin-1"), "latin-1", b"")
+
+
+def _read_bounded(descriptor: int, path: Path) -> bytes:
+    """All of a file; some below /proc say that they are empty and never end."""
+    parts, size = [], 0
+    while chunk := os.read(descriptor, 1 << 20):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > _MAX_FILE_BYTES:
+            raise Refused(f"{path} has more than {_MAX_FILE_BYTES} bytes: use bash")
+    return b"".join(parts)
 
 
 def _overwrite(real: Path, content: bytes, restore: bytes | None = None) -> None:

@@ -48,6 +48,7 @@ def test_devices_pipes_and_missing_files_are_errors_not_hangs(edit, tmp_path):
     assert "not a regular file" in edit("view", "pipe").text
     assert "not a regular file" in edit("view", "/dev/zero").text
     assert "No such file" in edit("view", "absent").text
+    assert "more than" in edit("view", "/proc/self/pagemap").text
     assert "directory" in edit("str_replace", ".", old_str="a", new_str="b").text
 
 

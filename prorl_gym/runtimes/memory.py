@@ -15,6 +15,7 @@ from prorl_gym.toolserver.children import descendants
 
 _WATCH_EVERY_S = 0.5
 _REMOVE_S = 1.0
+_ABANDONED_S = 600.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _VICTIM_SCORE = "1000"
 
@@ -46,8 +47,16 @@ class MemoryGroups:
                 usable = (probe / "cgroup.procs").exists()
                 remove_group(probe)
                 if usable:
+                    groups._sweep()
                     return groups
         return None
+
+    def _sweep(self) -> None:
+        """Remove empty groups of services that were killed; one with processes in it cannot be removed."""
+        for group in self._parent.glob("prorl_gym-*"):
+            with contextlib.suppress(OSError):
+                if group.stat().st_mtime < time.time() - _ABANDONED_S:
+                    group.rmdir()
 
     def make(self, name: str, limit_bytes: int) -> Path:
         """A group with a limit. Blocks.

@@ -233,7 +233,7 @@ async def main():
         command = f"setsid sleep {marker} & (trap '' HUP TERM; sleep {marker}) & sleep 0.1"
         await runtime.call("bash", {"command": command}, timeout_s=9)
     print("up", flush=True)
-    await asyncio.Event().wait()
+    await asyncio.to_thread(sys.stdin.read)  # ends with the test, whatever becomes of it
 
 asyncio.run(main())
 """
@@ -243,7 +243,7 @@ asyncio.run(main())
 async def test_nothing_survives_a_sigkill_of_the_service(boxes, state, kind, eventually):
     marker = f"55{uuid.uuid4().int % 10**6}"
     service = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVICE, kind, str(state), marker, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", SERVICE, kind, str(state), marker, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert await asyncio.wait_for(service.stdout.readline(), 30) == b"up\n"
     assert len(processes_with(f"sleep\0{marker}")) == 6

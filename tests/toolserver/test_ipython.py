@@ -105,7 +105,6 @@ async def test_an_interrupt_keeps_the_state(cell, code):
     "code",
     [
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
-        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
     ],
 )
 async def test_what_cannot_be_interrupted_is_killed_and_said(cell, code):

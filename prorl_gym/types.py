@@ -290,6 +290,7 @@ class LlmServer(_Reply):
     max_model_len: int | None = None
     healthy: bool = False
     detail: str | None = None
+    """Why it is not healthy, or why the jobs of its policy are refused; else None."""
     in_flight: int = 0
     assigned: int = 0
 

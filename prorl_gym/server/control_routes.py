@@ -76,7 +76,7 @@ class ControlRoutes:
 
     async def llm_servers(self) -> Response:
         """Every registered endpoint of every policy, healthy or not."""
-        return JsonAnswer([server.model_dump() for server in self._service.backends.servers()])
+        return JsonAnswer([server.model_dump() for server in self._service.llm_servers()])
 
     async def start(self) -> Response:
         """Start the pools; harmless when they run."""
@@ -111,7 +111,7 @@ class ControlRoutes:
             {
                 **asdict(service.pipeline.snapshot()),
                 "instance_id": service.instance_id,
-                "llm_servers": [server.model_dump() for server in service.backends.servers()],
+                "llm_servers": [server.model_dump() for server in service.llm_servers()],
                 "llm_calls_in_flight": service.backends.calls_in_flight,
                 "leftovers": service.leftovers(),
             }

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from prorl_gym.backends.registry import BackendRegistry
+from prorl_gym.backends.registry import DEFAULT_POLICY, BackendRegistry
 from prorl_gym.config.models import ProrlConfig
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.handlers.base import HandlerContext
@@ -70,11 +70,15 @@ class Service:
         """
         began = time.monotonic()
         try:
+            if self.config.policy.model != "auto":
+                self._preload(DEFAULT_POLICY)
             await self.runtimes.sweep()
             await self.runtimes.prepare(runtime_kinds(self.config))
             for variable in (self.config.backend.api_key_env, *self.config.backend.api_key_envs):
                 hide(os.environ.get(variable or ""))
             await self.backends.start()
+            if self.config.backend.addresses:
+                self._preload(DEFAULT_POLICY)
             await self.handlers.start()
             if self.config.server.autostart:
                 await self.pipeline.start()
@@ -96,6 +100,7 @@ class Service:
         for part, stop, share in (
             ("the jobs", self.pipeline.stop, 0.6),
             ("the handlers", self.handlers.stop, 0.7),
+            ("the policies", self._stop_policies, 0.75),
             ("the sandboxes", self.runtimes.stop, 0.85),
             ("the backends", self.backends.stop, 0.9),
         ):
@@ -107,19 +112,25 @@ class Service:
         for leftover in self.leftovers():
             log.error("could not be ended: %s", leftover)
 
+    def llm_servers(self) -> list[LlmServer]:
+        """Every registered endpoint of every policy; `detail` also says when a policy's jobs are refused."""
+        return [self._with_refusal(server) for server in self.backends.servers()]
+
     def leftovers(self) -> list[dict[str, Any]]:
         """What could not be freed, and is tried again."""
         return [*self.pipeline.snapshot().leftovers, *self.runtimes.leftovers()]
 
     async def add_llm_server(self, body: AddLlmServer) -> LlmServer:
         """Register an inference endpoint; the same address again updates it."""
-        return await self.backends.pool(body.policy).add(
+        server = await self.backends.pool(body.policy).add(
             body.address,
             policy_version=body.policy_version,
             dialect=body.dialect,
             model=body.model,
             api_key_env=body.api_key_env,
         )
+        self._preload(body.policy)
+        return self._with_refusal(server)
 
     async def clear_llm_server(self, body: ClearLlmServer) -> list[LlmServer]:
         """Take a policy's endpoints away; gives those that were there."""
@@ -150,6 +161,21 @@ class Service:
         if self._exit is None:
             self._exit = asyncio.get_running_loop().create_future()
         return self._exit
+
+    def _preload(self, policy: str) -> None:
+        """Get a policy's renderer ready before a job asks; only environments are known to ask for one."""
+        if self.config.environments:
+            self.policy(policy).preload()
+
+    async def _stop_policies(self) -> None:
+        for policy in self._policies.values():
+            await policy.stop()
+
+    def _with_refusal(self, server: LlmServer) -> LlmServer:
+        policy = self._policies.get(server.policy)
+        if policy is None or policy.refusal is None or server.detail is not None:
+            return server
+        return server.model_copy(update={"detail": policy.refusal})
 
     def _context(self, task: str) -> HandlerContext:
         return HandlerContext(task=task, config=self.config, policy=self.policy, sandbox=self.sandbox)

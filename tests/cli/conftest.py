@@ -65,7 +65,7 @@ async def start(*arguments: str, cwd: Path, **environment: str) -> asyncio.subpr
         "prorl_gym",
         *arguments,
         cwd=cwd,
-        env={**os.environ, **environment},
+        env={**os.environ, "TMPDIR": str(cwd), **environment},  # logs of failed starts stay there
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -6,6 +6,7 @@ given to `hide` and whatever looks like a credential are blanked out of the fini
 
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -40,8 +41,35 @@ def configure_logging(config: LoggingConfig, stream: TextIO | None = None) -> No
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(config.level)
-    for chatty in ("uvicorn.error", "asyncio", "httpx", "httpcore", "aiohttp.access"):
+    for chatty in ("uvicorn.error", "asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[config.level]))
+    logging.captureWarnings(True)
+    for self_willed in ("huggingface_hub", "transformers"):
+        _bring_into_line(logging.getLogger(self_willed))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class _BroughtIntoLine(logging.Logger):
+    """The logger of a library that would print to stderr by itself: whatever it sets up, its records come to ours."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        """Take no handler."""
+
+    @property
+    def propagate(self) -> bool:
+        """Always."""
+        return True
+
+    @propagate.setter
+    def propagate(self, wanted: bool) -> None:
+        """Change nothing."""
+
+
+def _bring_into_line(logger: logging.Logger) -> None:
+    """Without an import of the library, which takes seconds and speaks already while it is imported."""
+    logger.__dict__.pop("propagate", None)
+    logger.__class__ = _BroughtIntoLine
+    logger.handlers.clear()
 
 
 @contextmanager

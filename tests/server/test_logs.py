@@ -6,12 +6,19 @@ import asyncio
 import io
 import json
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from prorl_gym.config.models import LoggingConfig
 from prorl_gym.logs import configure_logging, hide, log_context, redact
+
+from .conftest import StartProcess, until
 
 log = logging.getLogger("prorl_gym.test")
 
@@ -19,6 +26,66 @@ log = logging.getLogger("prorl_gym.test")
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Hub(ThreadingHTTPServer):
+    """A model hub that is out of order."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(503)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with Hub(("127.0.0.1", 0), Hub.Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_what_the_hubs_libraries_say_is_json_like_everything_on_stderr(
+    server_process: StartProcess, hub: str, tmp_path: Path
+) -> None:
+    server = server_process(
+        policy={"model": "nobody/nothing"},
+        environments=[{"name": "chat_agent", "agent_type": "tool_calling", "agent": {"sandbox": None}}],
+        roots=[Path(__file__).parents[2]],
+        environment={"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"},
+    )
+    await until(lambda: "Retrying in" in server.log.read_text(), timeout_s=60)
+    server.process.terminate()
+    assert await server.ended(10) == 0
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert {"huggingface_hub.utils._http", "prorl_gym.server.serve"} <= {line["logger"] for line in lines}
+
+
+def test_warnings_and_self_willed_libraries_go_through_our_handler() -> None:
+    code = (
+        "import logging, sys, warnings\n"
+        "logging.getLogger('transformers').addHandler(logging.StreamHandler())\n"
+        "from prorl_gym.config.models import LoggingConfig\n"
+        "from prorl_gym.logs import configure_logging\n"
+        "configure_logging(LoggingConfig(level='WARNING'))\n"
+        "configure_logging(LoggingConfig(level='WARNING'))\n"
+        "warnings.warn('careful')\n"
+        "from transformers.utils import logging as theirs\n"
+        "theirs.set_verbosity_info(); theirs.enable_default_handler(); theirs.disable_propagation()\n"
+        "theirs.get_logger('transformers.x').warning('hello')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    said = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["logger"], "careful" in line["message"]) for line in said if line["logger"] == "py.warnings"]
+    assert [line["message"] for line in said if line["logger"] == "transformers.x"] == ["hello"]
 
 
 @pytest.fixture

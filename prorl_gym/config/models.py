@@ -162,6 +162,10 @@ class RuntimeConfig(_Model):
     image: str | None = None
     """Root filesystem directory or .sif; null is the host's own /usr, read-only."""
     network: Literal["none", "host"] = "none"
+    fakeroot: bool = False
+    """Apptainer: the agent is root inside, of its own user namespace, and may change any file of a .sif."""
+    gpu: bool = False
+    """Apptainer: pass the host's NVIDIA GPUs through (`--nv`)."""
     workdir: str = "/workspace"
     start_timeout_s: PositiveSeconds = 60.0
     limits: SandboxLimits = SandboxLimits()
@@ -173,9 +177,14 @@ class SandboxOverride(_Model):
     runtime: RuntimeKind | None = None
     image: str | None = None
     network: Literal["none", "host"] | None = None
+    fakeroot: bool | None = None
+    """Null with `setup` in Apptainer is true: what apt and pip install must be root's."""
+    gpu: bool | None = None
     limits: SandboxLimits | None = None
     setup: tuple[str, ...] = ()
     """Shell commands run in INIT; one that fails fails INIT."""
+    setup_network: Literal["none", "host"] | None = None
+    """The network of `setup` alone; what it started is ended with it. Null is as in RUN."""
 
 
 class ToolConfig(_Model):

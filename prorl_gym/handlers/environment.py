@@ -279,6 +279,7 @@ class EnvironmentHandler(AgentHandler):
             if reply.timed_out or reply.exit_code != 0:
                 how = "ran over its time" if reply.timed_out else f"ended with {reply.exit_code}"
                 raise RuntimeStartError(f"setup command {command!r} {how}: {reply.text[-2000:]}")
+        await runtime.seal()
 
     async def _capture(self, job: Job, session: Session) -> dict[str, bytes]:
         """The files that scoring needs. One that the agent made unreadable is missing, like one that it never wrote."""

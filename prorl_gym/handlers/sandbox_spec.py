@@ -19,12 +19,19 @@ def sandbox_spec(config: ProrlConfig, override: SandboxOverride, row: Mapping[st
         RequestError: The row's image is not among those that `images.allow` allows.
     """
     runtime = config.runtime
+    kind = override.runtime or runtime.kind
+    fakeroot = override.fakeroot
+    if fakeroot is None:
+        fakeroot = runtime.fakeroot or bool(override.setup and kind == "apptainer")
     return SandboxSpec(
-        kind=override.runtime or runtime.kind,
+        kind=kind,
         image=row_image(row, config.images.allow) or override.image or runtime.image,
         network=override.network or runtime.network,
         workdir=runtime.workdir,
         limits=_limits(override.limits or runtime.limits),
+        fakeroot=fakeroot,
+        gpu=runtime.gpu if override.gpu is None else override.gpu,
+        setup_network=override.setup_network if override.setup else None,
         start_timeout_s=runtime.start_timeout_s,
         job_id=job_id,
     )

@@ -35,6 +35,9 @@ class SandboxSpec:
         env: Extra variables inside. The host's environment is never inherited.
         limits: Bounds on what is inside.
         start_timeout_s: From `start` to the first answer of the tool server.
+        fakeroot: Whether the agent is root of the sandbox's user namespace, so that apt and pip install (apptainer).
+        gpu: Whether the host's GPUs are seen inside (apptainer).
+        setup_network: The network until `seal`; None is `network` from the start.
         job_id: For records and logs only.
     """
 
@@ -45,6 +48,9 @@ class SandboxSpec:
     env: dict[str, str] = field(default_factory=dict)
     limits: Limits = Limits()
     start_timeout_s: float = 60.0
+    fakeroot: bool = False
+    gpu: bool = False
+    setup_network: Literal["none", "host"] | None = None
     job_id: str = ""
 
 
@@ -76,6 +82,13 @@ class Runtime(ABC):
 
         Raises:
             RuntimeStartError: It did not come up within `spec.start_timeout_s`, or this host cannot run it; says why.
+        """
+
+    async def seal(self) -> None:
+        """End what the setup left running and its network; files stay. Nothing happens where the network stays too.
+
+        Raises:
+            RuntimeStartError: The network could not be left; the sandbox must not be used.
         """
 
     @abstractmethod

@@ -4,15 +4,15 @@ The tool server is PID 1 of the sandbox: nothing inside can signal it, and its e
 """
 
 import os
-import platform
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.runtimes.base import SandboxSpec
 from prorl_gym.runtimes.host import Host, public_folder
-from prorl_gym.runtimes.process import ProcessRuntime
+from prorl_gym.runtimes.process import ProcessRuntime, counts_per_namespace
 from prorl_gym.runtimes.toolenv import MOUNT_POINT
 
 _UID = "1000"
@@ -108,7 +108,7 @@ class BubblewrapRuntime(ProcessRuntime):
         image = self.spec.image
         shm_bytes = min(self.spec.limits.memory_bytes or 1 << 30, 1 << 30)
         return [
-            self._program, "--unshare-all", *(["--share-net"] if self.spec.network == "host" else []),
+            self._program, "--unshare-all", *(["--share-net"] if self.spec.network == "host" or self._seals() else []),
             "--die-with-parent", "--as-pid-1", "--uid", _UID, "--gid", _UID, "--hostname", "sandbox",
             *(_image_root(Path(image), {*binds, MOUNT_POINT}) if image is not None else _host_root(self._etc)),
             "--proc", "/proc", "--dev", "/dev", "--size", str(shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm",  # noqa: S108
@@ -117,12 +117,14 @@ class BubblewrapRuntime(ProcessRuntime):
             "--remount-ro", "/", "--chdir", self.spec.workdir, "--", *tool_server,
         ]  # fmt: skip
 
+    def _settings(self) -> dict[str, Any]:
+        return {"setting_up": self._seals()}
+
     def _unenforced(self) -> tuple[str, ...]:
         return ("disk",) if self._holds_processes() else ("disk", "processes")
 
     def _holds_processes(self) -> bool:
-        major, minor = re.findall(r"\d+", platform.release())[:2]
-        return super()._holds_processes() or (int(major), int(minor)) >= (5, 14)
+        return super()._holds_processes() or counts_per_namespace()
 
 
 def _host_root(etc: Path) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from prorl_gym.config.models import PathsConfig, RuntimeConfig
 from prorl_gym.errors import ConfigError, RuntimeStartError
+from prorl_gym.runtimes import apptainer
+from prorl_gym.runtimes.apptainer import ApptainerRuntime, ApptainerSetup, ImageLocator
 from prorl_gym.runtimes.base import Runtime, RuntimeKind, SandboxSpec
 from prorl_gym.runtimes.bubblewrap import BubblewrapRuntime, bubblewrap_program, synthetic_etc
 from prorl_gym.runtimes.host import Host
@@ -21,14 +23,22 @@ _PROBE_S = 30.0
 
 
 class RuntimeFactory:
-    """One per service."""
+    """One per service.
 
-    def __init__(self, runtime: RuntimeConfig, paths: PathsConfig) -> None:
+    Args:
+        runtime: The sandbox that tasks get by default; what it asks for beyond the kind is proven too.
+        paths: Where folders go.
+        locate: Finds images by the names that rows and definitions have; without it only paths are understood.
+    """
+
+    def __init__(self, runtime: RuntimeConfig, paths: PathsConfig, *, locate: ImageLocator | None = None) -> None:
         self._config = runtime
+        self._locate = locate
         self._host = Host(paths.state)
         self._prepared: set[RuntimeKind] = set()
         self._preparing = asyncio.Lock()
         self._bubblewrap: tuple[str, Path] = ("", Path())
+        self._apptainer = ApptainerSetup("")
         self._retries: asyncio.Task[None] | None = None
 
     async def prepare(self, kinds: Iterable[RuntimeKind]) -> None:
@@ -47,22 +57,51 @@ class RuntimeFactory:
                 self._retries = asyncio.create_task(self._retry_leftovers())
 
     async def _prepare_kind(self, kind: RuntimeKind) -> None:
-        if kind == "apptainer":
-            raise ConfigError("runtime.kind=apptainer is not part of this version: use bubblewrap or local")
         if kind == "local":
             logger.warning("runtime.kind=local isolates nothing: agents act on this host")
         await self._host.prepare()
         if kind == "bubblewrap":
             program = await asyncio.to_thread(bubblewrap_program, self._host.area)
             self._bubblewrap = (program, await asyncio.to_thread(synthetic_etc, self._host.area))
-        probe = self._make(SandboxSpec(kind=kind, start_timeout_s=_PROBE_S, job_id="probe"))
+        if kind == "apptainer":
+            await self._prepare_apptainer()
+            return
         try:
-            async with probe:
-                pass
+            await self._probe(SandboxSpec(kind=kind, start_timeout_s=_PROBE_S, job_id="probe"))
         except RuntimeStartError as error:
             raise ConfigError(
                 f"runtime.kind={kind} does not work on this host: {error}{_advice(str(error))}"
             ) from error
+
+    async def _probe(self, spec: SandboxSpec) -> None:
+        async with self._make(spec):
+            pass
+
+    async def _prepare_apptainer(self) -> None:
+        """Try the ways of running it, the most confining first."""
+        program = apptainer.apptainer_program()
+        image, asked = self._config.image, self._config.kind == "apptainer"
+        if not asked or image is None:
+            image = str(await asyncio.to_thread(apptainer.empty_image, self._host.area))
+        spec = SandboxSpec(
+            kind="apptainer", image=image, fakeroot=asked and self._config.fakeroot,
+            gpu=asked and self._config.gpu, start_timeout_s=_PROBE_S, job_id="probe",
+        )  # fmt: skip
+        problems: list[RuntimeStartError] = []
+        for setup in apptainer.setups(program):
+            self._apptainer = setup
+            try:
+                await self._probe(spec)
+            except RuntimeStartError as error:
+                problems.append(error)
+                continue
+            if problems:
+                logger.warning("apptainer runs here, but not all limits hold (%s): %s", setup, problems[0])
+            return
+        message = str(problems[-1])
+        raise ConfigError(
+            f"runtime.kind=apptainer does not work on this host: {message}{apptainer.advice(message)}"
+        ) from problems[-1]
 
     def create(self, spec: SandboxSpec) -> Runtime:
         """A sandbox that has not been started.
@@ -78,6 +117,8 @@ class RuntimeFactory:
         if spec.kind == "bubblewrap":
             program, etc = self._bubblewrap
             return BubblewrapRuntime(spec, self._host, program, etc)
+        if spec.kind == "apptainer":
+            return ApptainerRuntime(spec, self._host, self._apptainer, self._locate)
         return LocalRuntime(spec, self._host)
 
     async def sweep(self) -> int:

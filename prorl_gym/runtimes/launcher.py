@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Launcher:
         descriptors: Sequence[int] = (),
         uid: int | None = None,
         cgroups: Sequence[Path] = (),
+        binds: Mapping[str, str] | None = None,
     ) -> SpawnedProcess:
         """Start a process.
 
@@ -104,6 +105,8 @@ class Launcher:
             descriptors: Become 3, 4, ... of the process.
             uid: User, and group of the same number, to run as; None keeps the service's own.
             cgroups: Folders of the groups to run in.
+            binds: Place → file that the process and its children find there, and nobody else; for a service that may
+                mount.
 
         Raises:
             RuntimeStartError: It could not be started.
@@ -113,7 +116,7 @@ class Launcher:
         self._number += 1
         message = {
             "id": self._number, "argv": list(argv), "env": environment, "cwd": str(folder), "uid": uid,
-            "cgroups": [str(group) for group in cgroups],
+            "cgroups": [str(group) for group in cgroups], "binds": dict(binds or {}),
         }  # fmt: skip
         answer: asyncio.Future[SpawnedProcess] = asyncio.get_running_loop().create_future()
         self._waiting[self._number] = answer

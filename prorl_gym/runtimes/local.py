@@ -17,6 +17,9 @@ class LocalRuntime(ProcessRuntime):
     def _command(self, folder: Path, tool_server: list[str]) -> list[str]:
         return tool_server
 
+    def _seals(self) -> bool:
+        return False  # its network is the host's, whatever is asked for
+
     def _inside(self) -> bool:
         return False
 

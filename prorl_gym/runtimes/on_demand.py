@@ -30,6 +30,10 @@ class OnDemandRuntime(Runtime):
         self._made = self._factory.create(self.spec)
         await self._made.start()
 
+    async def seal(self) -> None:
+        """See `Runtime.seal`."""
+        await self._started.seal()
+
     async def stop(self) -> None:
         """See `Runtime.stop`."""
         if self._made is not None:

@@ -10,6 +10,8 @@ import dataclasses
 import json
 import logging
 import os
+import platform
+import re
 import signal
 import socket
 from abc import abstractmethod
@@ -51,6 +53,7 @@ class ProcessRuntime(Runtime):
         self._channel: ToolChannel | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = False
+        self._sealed = False
         self._memory_kills = 0
 
     @abstractmethod
@@ -60,6 +63,34 @@ class ProcessRuntime(Runtime):
     @abstractmethod
     def _unenforced(self) -> tuple[str, ...]:
         """Names of limits that this kind does not hold on this host."""
+
+    async def _find_image(self) -> None:
+        """Make sure of the image before anything is made for the sandbox.
+
+        Raises:
+            RuntimeStartError: There is none; says how to get it.
+        """
+        await asyncio.sleep(0)
+
+    def _take_user(self) -> UidLease:
+        """The host user that the sandbox runs as."""
+        return UidLease.take()
+
+    def _binds(self, folder: Path, uid: int | None) -> dict[str, str]:
+        """Files of the host that the sandbox's outer processes find replaced. Blocks."""
+        return {}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the tool server is told beyond what every kind's is."""
+        return {}
+
+    def _outer_environment(self, folder: Path) -> dict[str, str]:
+        """Of the program that makes the sandbox; nothing inside sees it."""
+        return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+
+    def _seals(self) -> bool:
+        """Whether the network is there for the setup only."""
+        return self.spec.network == "none" and self.spec.setup_network == "host" and not self._sealed
 
     def _holds_processes(self) -> bool:
         """Whether the limit on processes counts this sandbox alone: it goes by user (and namespace, since 5.14)."""
@@ -92,6 +123,7 @@ class ProcessRuntime(Runtime):
             raise RuntimeStartError("a sandbox starts once")
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
+                await self._find_image()
                 await self._host.prepare()
                 await self._launch()
         except TimeoutError:
@@ -102,28 +134,23 @@ class ProcessRuntime(Runtime):
             raise RuntimeStartError(f"the sandbox did not come up: {error}{self._log()}") from error
 
     async def _launch(self) -> None:
-        lease = self._lease = UidLease.take()
+        lease = self._lease = self._take_user()
         self._making = asyncio.create_task(asyncio.to_thread(self._make_folder, lease.uid))
         self._record = await asyncio.shield(self._making)
         folder = Path(self._record.folder)
         ours, theirs = socket.socketpair()
         try:
-            settings = {
-                "workdir": self._workdir(folder),
-                "environment": self._environment(folder), "output_bytes": self.spec.limits.output_bytes,
-                "processes": self.spec.limits.processes if self._holds_processes() else None,
-                "file_bytes": self.spec.limits.file_bytes,
-            }  # fmt: skip
             tool_server = [*self._host.tools.command(inside=self._inside()), str(SOCKET_DESCRIPTOR)]
             output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 self._process = await self._host.launcher.spawn(
                     self._command(folder, tool_server),
-                    environment={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                    environment=self._outer_environment(folder),
                     folder=folder,
                     output=output,
                     descriptors=[theirs.fileno()],
                     uid=lease.uid,
+                    binds=await asyncio.to_thread(self._binds, folder, lease.uid),
                     cgroups=[Path(group)] if (group := self._record.memory_group) is not None else [],
                 )
             finally:
@@ -138,7 +165,20 @@ class ProcessRuntime(Runtime):
         except BaseException:
             ours.close()
             raise
-        await self._channel.request({"op": "hello"}, json.dumps(settings).encode(), within_s=self.spec.start_timeout_s)
+        await self._greet(folder)
+
+    async def _greet(self, folder: Path) -> None:
+        settings = {
+            "workdir": self._workdir(folder),
+            "environment": self._environment(folder), "output_bytes": self.spec.limits.output_bytes,
+            "processes": self.spec.limits.processes if self._holds_processes() else None,
+            "file_bytes": self.spec.limits.file_bytes,
+            **self._settings(),
+        }  # fmt: skip
+        body = json.dumps(settings).encode()
+        reply, _ = await self._request({"op": "hello"}, body, within_s=self.spec.start_timeout_s)
+        if "failed" in reply:
+            raise SandboxError(f"the tool server cannot work in it: {reply['failed']}")
 
     def _make_folder(self, uid: int | None) -> SandboxRecord:
         self._record = self._host.new_folder(self.spec, uid, self.folders)
@@ -153,6 +193,19 @@ class ProcessRuntime(Runtime):
         except OSError:
             return ""
         return f": {text}" if text else ""
+
+    async def seal(self) -> None:
+        """See the base class."""
+        if self._record is None or not self._seals():
+            return
+        try:
+            reply, _ = await self._request({"op": "seal"}, within_s=self.spec.start_timeout_s)
+            if "failed" in reply:
+                raise RuntimeStartError(f"the sandbox cannot leave its network: {reply['failed']}")
+            self._sealed = True
+            await self._greet(Path(self._record.folder))
+        except SandboxError as error:
+            raise RuntimeStartError(f"the sandbox cannot leave its network: {error}{self._log()}") from error
 
     async def stop(self) -> None:
         """See the base class."""
@@ -296,3 +349,9 @@ def _content(source: Path | bytes) -> tuple[bytes, int | None]:
     if isinstance(source, bytes):
         return source, None
     return source.read_bytes(), source.stat().st_mode & 0o777
+
+
+def counts_per_namespace() -> bool:
+    """Whether this kernel counts a user's processes in each user namespace apart (since Linux 5.14)."""
+    major, minor = re.findall(r"\d+", platform.release())[:2]
+    return (int(major), int(minor)) >= (5, 14)

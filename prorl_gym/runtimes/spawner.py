@@ -8,9 +8,9 @@ The invariants: only children that are still unreaped are signalled, so a pid is
 socket ends, every child is killed and this process exits; children that it did not start are orphans of a dead sandbox
 and are killed.
 
-Messages are JSON, one per packet: `{"id", "argv", "env", "cwd", "uid", "cgroups"}` with the descriptors that become 1
-and 2, 3, 4, ... of the child, answered by `{"id", "pid", "start_time"}` or `{"id", "failed"}`; `{"signal", "pid"}`;
-and, from here, `{"exited", "status"}`.
+Messages are JSON, one per packet: `{"id", "argv", "env", "cwd", "uid", "cgroups", "binds"}` with the descriptors that
+become 1 and 2, 3, 4, ... of the child, answered by `{"id", "pid", "start_time"}` or `{"id", "failed"}`;
+`{"signal", "pid"}`; and, from here, `{"exited", "status"}`.
 """
 
 import contextlib
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_CLONE_NEWNS = 0x20000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PACKET_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -147,6 +149,8 @@ def _become(message: dict[str, Any], descriptors: list[int], parent: int) -> Non
         signal.signal(number, signal.SIG_DFL)
     for group in message["cgroups"]:
         Path(group, "cgroup.procs").write_text("0")
+    if message["binds"]:
+        _bind(message["binds"])
     os.chdir(message["cwd"])
     if message["uid"] is not None:
         os.setgroups([])
@@ -156,6 +160,19 @@ def _become(message: dict[str, Any], descriptors: list[int], parent: int) -> Non
     if os.getppid() != parent:
         os._exit(127)
     os.execve(message["argv"][0], message["argv"], message["env"])  # noqa: S606 - an argument list, made by the service
+
+
+def _bind(files: dict[str, str]) -> None:
+    """Put files over others, in a mount namespace of this process's own."""
+    _check(_libc.unshare(_CLONE_NEWNS))
+    _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    for place, file in files.items():
+        _check(_libc.mount(file.encode(), place.encode(), None, _MS_BIND, None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _duplicate_high(descriptor: int) -> int:

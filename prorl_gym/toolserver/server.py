@@ -5,6 +5,7 @@ it; requests are answered in any order; the end of the connection ends the serve
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ from .file_editor import FileEditor
 from .files import NotAFile, read_chunk, write_chunk
 from .frames import FrameBuffer, FrameError, pack
 from .interpreter import Interpreter
+from .privileges import bound_disk, end_everything_else, give_up_privileges, take_network
 from .python_session import PythonSession
 from .session import Call, Reply, Session
 from .shell import Shell
@@ -43,6 +45,17 @@ class Settings:
     output_bytes: int
     processes: int | None = None
     file_bytes: int | None = None
+    disk_bytes: int | None = None
+    """For a server that is root of its user namespace; others are given their size by who started them."""
+    image_environment: bool = False
+    """Whether what the image sets comes first; the service's `environment` goes over it."""
+    setting_up: bool = False
+    """Whether `seal` follows: privileges are kept until then."""
+
+
+_IMAGE_INTERNALS = ("APPTAINER_", "SINGULARITY_", "PROMPT_COMMAND", "PS1", "PWD", "USER_PATH")
+_SEAL_S = 10.0
+_SEALED = "--sealed"
 
 
 class ToolServer:
@@ -102,19 +115,45 @@ class ToolServer:
             self._jobs.put(lambda: self._write(number, header, body))
         elif operation == "read":
             self._jobs.put(lambda: self._read(number, header))
+        elif operation == "seal":
+            self._seal(number)
         else:
-            self._configure(Settings(**json.loads(body)))
-            self._send({"id": number, "pid": os.getpid()})
+            try:
+                self._configure(Settings(**json.loads(body)))
+            except OSError as error:
+                self._fail(number, error)
+            else:
+                self._send({"id": number, "pid": os.getpid()})
+
+    def _seal(self, number: int) -> None:
+        """Start over without a network: what runs is ended, and this program begins anew, as one thread."""
+        for session in self._sessions.values():
+            session.close()
+        try:
+            end_everything_else(self._children, _SEAL_S)
+        except OSError as error:
+            self._fail(number, error)
+            return
+        self._send({"id": number})
+        self._socket.set_inheritable(True)
+        os.execv(sys.orig_argv[0], [*sys.orig_argv, _SEALED])  # noqa: S606 - itself
 
     def _configure(self, settings: Settings) -> None:
+        if settings.image_environment:
+            ours = {n: v for n, v in os.environ.items() if not n.startswith(_IMAGE_INTERNALS)}
+            settings = dataclasses.replace(settings, environment={**ours, **settings.environment})
         self._settings = settings
+        os.makedirs(settings.workdir, exist_ok=True)
+        if settings.disk_bytes is not None:
+            bound_disk(settings.disk_bytes)
+        if not settings.setting_up:
+            give_up_privileges()
         self._editor = FileEditor(settings.workdir, settings.output_bytes)
         _set_limit(resource.RLIMIT_CORE, 0)
         _set_limit(resource.RLIMIT_NPROC, settings.processes)
         _set_limit(resource.RLIMIT_FSIZE, settings.file_bytes)
         _set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
-        with contextlib.suppress(OSError):
-            os.chdir(settings.workdir)
+        os.chdir(settings.workdir)
 
     def _submit(self, number: int, tool: str, timeout_s: float, arguments: dict[str, Any]) -> None:
         session = self._sessions.get(tool)
@@ -208,6 +247,8 @@ def main() -> None:
 
         serve_python(sys.argv[2])
         return
+    if sys.argv[-1] == _SEALED:
+        take_network()
     hide_memory()
     if os.getpid() == 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what PID 1 does not handle, nobody inside can send it

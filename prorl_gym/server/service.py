@@ -21,6 +21,7 @@ from prorl_gym.pipeline import Pipeline
 from prorl_gym.rollout.policy import Policy
 from prorl_gym.runtimes.base import Runtime, RuntimeKind, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
+from prorl_gym.runtimes.images import RuntimeImageBuilder
 from prorl_gym.runtimes.on_demand import OnDemandRuntime
 from prorl_gym.server.bodies import AddLlmServer, ClearLlmServer, RemoveLlmServer
 from prorl_gym.types import LlmServer
@@ -43,7 +44,8 @@ class Service:
         self.token = read_token(config)
         refuse_open_door(config, self.token)
         self.backends = BackendRegistry(config.backend)
-        self.runtimes = RuntimeFactory(config.runtime, config.paths)
+        images = RuntimeImageBuilder(config)
+        self.runtimes = RuntimeFactory(config.runtime, config.paths, locate=images.locate)
         self._policies: dict[str, Policy] = {}
         self.handlers = HandlerRegistry(config, self._context)
         self.pipeline = Pipeline(config, self.handlers)

@@ -147,11 +147,15 @@ class ApptainerRuntime(ProcessRuntime):
         }
 
     def _binds(self, folder: Path, uid: int | None) -> dict[str, str]:
-        """An account for the sandbox's user, without which Apptainer does not start; seen by its processes only."""
+        """An account for the sandbox's user, without which Apptainer does not start, and the image within its reach."""
         if uid is None:
             return {}
-        etc = folder / "etc"
+        etc, place = folder / "etc", self._place(folder)
         public_folder(etc)
+        if self._image is not None and self._image.is_dir():
+            public_folder(place)
+        else:
+            place.touch()
         sub_ids = _sub_ids(uid)
         texts = {
             "passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{uid}:agent:{_AGENT_HOME}:/bin/bash\n",
@@ -162,22 +166,28 @@ class ApptainerRuntime(ProcessRuntime):
             (etc / name).write_text(text)
             (etc / name).chmod(0o644)
         places = {"passwd": "passwd", "group": "group", "subuid": "subuid", "subgid": "subuid"}
-        return {f"/etc/{target}": str(etc / name) for target, name in places.items() if Path("/etc", target).exists()}
+        found = {f"/etc/{target}": str(etc / name) for target, name in places.items() if Path("/etc", target).exists()}
+        return {**found, str(place): str(self._image)}
+
+    def _place(self, folder: Path) -> Path:
+        """Where Apptainer finds the image: a user of the sandbox's own may not pass through the service's folders."""
+        if not self._setup.own_user or self._image is None:
+            return self._image or folder
+        return folder / ("image" if self._image.is_dir() else "image.sif")
 
     def _command(self, folder: Path, tool_server: list[str]) -> list[str]:
         spec = self.spec
         home = [] if spec.fakeroot else ["--scratch", _AGENT_HOME]
-        isolated = spec.network == "none" and not self._seals()
         return [
             self._setup.program, "--silent", *self._settings_file(folder), "exec",
             "--userns", "--containall", "--cleanenv", "--no-home", "--no-mount", "cwd,bind-paths", "--no-eval",
             "--pid", "--no-init", "--ipc", "--hostname", "sandbox",
-            *(["--net", "--network", "none"] if isolated else []),
+            *([] if self._shares_network() else ["--net", "--network", "none"]),
             *(["--fakeroot"] if spec.fakeroot else []),
             *(["--nv"] if spec.gpu else []),
             *self._layer(folder), *home, "--scratch", "/dev/shm",  # noqa: S108 - inside the sandbox
             "--bind", f"{self._host.tools.folder}:{MOUNT_POINT}:ro",
-            str(self._image), *tool_server,
+            str(self._place(folder)), *tool_server,
         ]  # fmt: skip
 
     def _settings_file(self, folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ class SpawnedProcess:
     Attributes:
         exited: Set once it has ended and was reaped.
         status: Exit code, negative for a signal; None before, or when the spawner itself died.
+        abandon: Called when the spawner died, so that what does not die with it is ended in another way.
     """
 
     pid: int
     start_time: int | None
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     status: int | None = None
+    abandon: Callable[[], None] | None = None
 
 
 class Launcher:
@@ -202,4 +204,6 @@ class Launcher:
         self._waiting.clear()
         for process in self._running.values():
             process.exited.set()
+            if process.abandon is not None:
+                process.abandon()
         self._running.clear()

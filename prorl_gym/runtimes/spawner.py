@@ -167,7 +167,7 @@ def _bind(files: dict[str, str]) -> None:
     _check(_libc.unshare(_CLONE_NEWNS))
     _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     for place, file in files.items():
-        _check(_libc.mount(file.encode(), place.encode(), None, _MS_BIND, None))
+        _check(_libc.mount(file.encode(), place.encode(), None, _MS_BIND | _MS_REC, None))
 
 
 def _check(result: int) -> None:

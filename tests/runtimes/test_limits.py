@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_gym.runtimes.base import Limits, SandboxSpec
+from prorl_gym.runtimes.base import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -18,7 +18,7 @@ def memory_guard(request, factory, monkeypatch):
 
 
 async def test_out_of_memory_is_an_observation(factory, memory_guard):
-    spec = SandboxSpec(kind=factory.kind, limits=Limits(memory_bytes=150 << 20))
+    spec = factory.spec(limits=Limits(memory_bytes=150 << 20))
     async with factory.create(spec) as runtime:
         group = runtime._record.memory_group
         reply = await runtime.call("bash", {"command": "x=kept; " + HUNGRY}, timeout_s=20)

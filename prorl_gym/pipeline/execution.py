@@ -110,8 +110,10 @@ class Execution:
             async with self._in("run"), self._scope:
                 output = await self._run(prepared)
         finally:
-            await self._scope.close()
-            self._give_allowance_back()
+            try:
+                await self._scope.close()
+            finally:  # a cancel that comes while the sandbox stops is raised here
+                self._give_allowance_back()
         if output is None:
             return
         self._scope = ResourceScope(self._ticket.id, self._shared.calls.leftovers, self._loop)

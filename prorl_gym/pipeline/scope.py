@@ -38,12 +38,17 @@ class ResourceScope:
 
     async def close(self) -> None:
         """Stop everything, the last adopted first. Not cut short by a cancel, bounded, idempotent; never fails."""
-        if self._resources:
-            await to_the_end(self._stop_all())
-        with self._lock:
-            self._closed = not self._resources
-        if not self._closed:  # adopted by a thread in this moment
-            await self.close()
+        cancelled = False
+        while not self._closed:
+            if self._resources:
+                try:
+                    await to_the_end(self._stop_all())
+                except asyncio.CancelledError:
+                    cancelled = True
+            with self._lock:  # a thread may have adopted something in this moment
+                self._closed = not self._resources
+        if cancelled:
+            raise asyncio.CancelledError
 
     async def __aenter__(self) -> None:
         """Nothing to do."""

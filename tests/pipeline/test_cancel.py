@@ -7,6 +7,8 @@ import pytest
 
 from prorl_gym.errors import RequestError
 from prorl_gym.handlers.base import EvalOutput, Job, Prepared, RunOutput
+from prorl_gym.pipeline.leftovers import Leftovers
+from prorl_gym.pipeline.scope import ResourceScope
 from prorl_gym.types import JobResult, JobStatus, StopReason
 
 from .kit import Live, Quick, Sandbox, Staged, ended, idle, record_turn, request_of, until
@@ -104,6 +106,54 @@ async def test_the_answer_does_not_wait_for_the_sandbox_to_stop_but_the_slot_doe
     assert (live.now, pipeline.snapshot().active_run) == (1, 1)
     await until(lambda: idle(pipeline))
     assert live.now == 0
+
+
+async def test_while_the_sandbox_of_a_failed_init_stops_it_keeps_no_place(serve):
+    live, stopping, let_stop = Live(), asyncio.Event(), asyncio.Event()
+
+    class Held(Sandbox):
+        async def stop(self) -> None:
+            stopping.set()
+            await let_stop.wait()
+            await super().stop()
+
+    class Fails(Quick):
+        async def init(self, job: Job) -> Prepared:
+            if job.id == "j":
+                job.adopt(Held(live))
+                raise ValueError("no sandbox today")
+            return Prepared()
+
+    pipeline = await serve(Fails(), ready_ahead=1)
+    ticket = pipeline.submit(request_of(job_id="j"))
+    await stopping.wait()
+    assert pipeline.cancel(job_ids=["j"]).cancelled == ["j"]
+    check_cancelled(JobResult.model_validate((await ended(ticket)).result()))
+    let_stop.set()
+    await until(lambda: idle(pipeline))
+    assert live.now == 0
+    assert (await ended(pipeline.submit(request_of(job_id="next")))).status is JobStatus.COMPLETED
+
+
+async def test_what_is_adopted_after_a_teardown_that_a_cancel_met_is_stopped_too():
+    live, leftovers, stopping, let_stop = Live(), Leftovers(), asyncio.Event(), asyncio.Event()
+
+    class Held(Sandbox):
+        async def stop(self) -> None:
+            stopping.set()
+            await let_stop.wait()
+            await super().stop()
+
+    scope = ResourceScope("j", leftovers, asyncio.get_running_loop())
+    scope.adopt(Held(live))
+    closing = asyncio.create_task(scope.close())
+    await stopping.wait()
+    closing.cancel()
+    let_stop.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    scope.adopt(Sandbox(live))
+    await until(lambda: live.now == 0 and len(leftovers) == 0)
 
 
 async def test_a_sandbox_that_is_just_starting_is_stopped(serve):

@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import orjson
+
 _ESCAPE, _LITERAL, _BREAK = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARK = _ESCAPE + _BREAK
 _MARKS = re.compile(f"{_ESCAPE}([{_LITERAL}{_BREAK}])")
 _CHARACTERS_PER_TOKEN = 16
 """Text beyond this many characters per allowed token is cut off before it is encoded."""
+
+_MAX_SCHEMAS = 1000
+"""Guarded schemas that are kept; tasks may bring tools of their own."""
 
 
 def without_surrogates(text: str) -> str:
@@ -65,6 +70,7 @@ class Vocabulary:
         self.control: Mapping[str, ControlToken] = {
             token.text: token for token in control if len(token.text) > 1 and token.text.strip()
         }
+        self._schemas: dict[bytes, Any] = {}
         self._lengths: dict[str, list[int]] = {}
         for length, beginning in sorted({(len(text), text[:2]) for text in self.control}, reverse=True):
             self._lengths.setdefault(beginning, []).append(length)
@@ -101,6 +107,19 @@ class Vocabulary:
         if isinstance(value, list | tuple):
             return [self.guard_json(item) for item in value]
         return value
+
+    def guard_schema(self, schema: Mapping[str, Any]) -> Any:
+        """As `guard_json`, for a tool's schema, which comes with every prompt: the copy is shared, and to be read only."""
+        try:
+            key = orjson.dumps(schema)
+        except TypeError:  # lone surrogates
+            return self.guard_json(schema)
+        guarded = self._schemas.get(key)
+        if guarded is None:
+            if len(self._schemas) >= _MAX_SCHEMAS:
+                self._schemas.clear()
+            guarded = self._schemas[key] = self.guard_json(schema)
+        return guarded
 
     def encode(self, text: str) -> list[int]:
         """Ids of a frame with guarded bodies in it."""

@@ -42,7 +42,7 @@ class Layout:
         """What the template is given as tools."""
         if self.tools == "text":
             return []
-        return list(tools) if vocabulary is None else [vocabulary.guard_json(tool) for tool in tools]
+        return list(tools) if vocabulary is None else [vocabulary.guard_schema(tool) for tool in tools]
 
     def messages(
         self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], vocabulary: Vocabulary | None
@@ -69,7 +69,7 @@ class Layout:
         return _joined_users(laid_out) if self.alternate else laid_out
 
     def _instructions(self, tools: Sequence[dict[str, Any]], writer: "_Writer") -> str:
-        schemas = "\n".join(json.dumps(writer.json(tool), ensure_ascii=False) for tool in tools)
+        schemas = "\n".join(json.dumps(writer.schema(tool), ensure_ascii=False) for tool in tools)
         return (
             "# Tools\n\nYou can call the tools whose JSON schemas stand between the tags.\n"
             f"<tools>\n{schemas}\n</tools>\n\n"
@@ -85,6 +85,9 @@ class _Writer:
 
     def body(self, text: str) -> str:
         return text if self.vocabulary is None else self.vocabulary.guard(text)
+
+    def schema(self, tool: dict[str, Any]) -> Any:
+        return tool if self.vocabulary is None else self.vocabulary.guard_schema(tool)
 
     def json(self, value: Any) -> Any:
         return value if self.vocabulary is None else self.vocabulary.guard_json(value)

@@ -38,6 +38,20 @@ def test_json_values_are_guarded_down_to_their_keys(value):
     assert decoded == json.loads(json.dumps(_clean(plain)))
 
 
+@given(st.lists(st.dictionaries(BODIES, BODIES, max_size=3), max_size=4))
+def test_schemas_that_come_again_are_guarded_as_at_the_first_time(schemas):
+    vocabulary = Vocabulary(VOCABULARY._plain, list(VOCABULARY.control.values()))
+    for schema in [*schemas, *schemas]:
+        assert vocabulary.guard_schema(schema) == vocabulary.guard_json(schema)
+
+
+def test_a_schema_that_was_changed_is_not_taken_for_the_old_one():
+    schema = {"name": "bash", "parameters": {"a": 1, "b": 2}}
+    assert VOCABULARY.guard_schema(schema) is VOCABULARY.guard_schema(dict(schema))
+    schema["parameters"] = {"b": 2, "a": 1}
+    assert json.dumps(VOCABULARY.guard_schema(schema)) == json.dumps(schema)
+
+
 def _clean(value):
     if isinstance(value, str):
         return without_surrogates(value)

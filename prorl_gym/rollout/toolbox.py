@@ -14,7 +14,7 @@ from prorl_gym.errors import HandlerError, JobError
 from prorl_gym.resources.base import ResourcesServer
 from prorl_gym.runtimes.base import Runtime
 from prorl_gym.tokens.records import ToolRequest
-from prorl_gym.tools.sandbox import SANDBOX_TOOLS, check_arguments
+from prorl_gym.tools.sandbox import BASH_ON_HOST_NETWORK, SANDBOX_TOOLS, check_arguments
 from prorl_gym.tools.spec import ToolReply, ToolSpec
 from prorl_gym.tools.submit import SUBMIT
 
@@ -43,7 +43,10 @@ class Toolbox:
 
     def __post_init__(self) -> None:
         """Line the specs up: the agent's own first."""
-        own = (AGENT_TOOLS[name] for name in self.names)
+        tools = AGENT_TOOLS
+        if self.runtime is not None and self.runtime.spec.network == "host":
+            tools = {**tools, BASH_ON_HOST_NETWORK.name: BASH_ON_HOST_NETWORK}
+        own = (tools[name] for name in self.names)
         for spec in (*own, *self.session_tools):
             self._specs.setdefault(spec.name, spec)
 

@@ -63,6 +63,8 @@ class RuntimeInfo:
     image: str | None
     image_digest: str | None
     unenforced: tuple[str, ...] = ()
+    address: str | None = None
+    """Its own on the host's loopback, while it shares the host's network; told inside by `PRORL_SANDBOX_ADDRESS`."""
 
 
 class Runtime(ABC):

@@ -108,7 +108,7 @@ class BubblewrapRuntime(ProcessRuntime):
         image = self.spec.image
         shm_bytes = min(self.spec.limits.memory_bytes or 1 << 30, 1 << 30)
         return [
-            self._program, "--unshare-all", *(["--share-net"] if self.spec.network == "host" or self._seals() else []),
+            self._program, "--unshare-all", *(["--share-net"] if self._shares_network() else []),
             "--die-with-parent", "--as-pid-1", "--uid", _UID, "--gid", _UID, "--hostname", "sandbox",
             *(_image_root(Path(image), {*binds, MOUNT_POINT}) if image is not None else _host_root(self._etc)),
             "--proc", "/proc", "--dev", "/dev", "--size", str(shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm",  # noqa: S108

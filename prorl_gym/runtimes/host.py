@@ -22,6 +22,7 @@ from typing import Any
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.runtimes.base import SandboxSpec
 from prorl_gym.runtimes.launcher import Launcher
+from prorl_gym.runtimes.loopback import LoopbackAddresses
 from prorl_gym.runtimes.memory import MemoryGroups, MemoryWatchdog, remove_group
 from prorl_gym.runtimes.spawner import start_time_of
 from prorl_gym.runtimes.toolenv import ToolEnvironment, tool_environment
@@ -116,6 +117,7 @@ class Host:
         self.state = state
         self.launcher = Launcher()
         self.watchdog = MemoryWatchdog()
+        self.addresses = LoopbackAddresses()
         self.memory_groups: MemoryGroups | None = None
         """None until prepared, and where this host lets us make none; then the watchdog does what it can."""
         self.leftovers: dict[str, dict[str, Any]] = {}

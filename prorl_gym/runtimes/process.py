@@ -23,6 +23,7 @@ from prorl_gym.runtimes.base import Runtime, RuntimeInfo, SandboxSpec
 from prorl_gym.runtimes.channel import ToolChannel
 from prorl_gym.runtimes.host import Host, SandboxRecord, UidLease
 from prorl_gym.runtimes.launcher import SpawnedProcess
+from prorl_gym.runtimes.loopback import ADDRESS_VARIABLE, LoopbackLease
 from prorl_gym.tools.spec import ToolReply
 from prorl_gym.toolserver.files import CHUNK_BYTES
 
@@ -47,6 +48,7 @@ class ProcessRuntime(Runtime):
         self.spec = spec
         self._host = host
         self._lease: UidLease | None = None
+        self._address: LoopbackLease | None = None
         self._making: asyncio.Task[SandboxRecord] | None = None
         self._record: SandboxRecord | None = None
         self._process: SpawnedProcess | None = None
@@ -92,6 +94,10 @@ class ProcessRuntime(Runtime):
         """Whether the network is there for the setup only."""
         return self.spec.network == "none" and self.spec.setup_network == "host" and not self._sealed
 
+    def _shares_network(self) -> bool:
+        """Whether the host's network is there now."""
+        return self.spec.network == "host" or self._seals()
+
     def _holds_processes(self) -> bool:
         """Whether the limit on processes counts this sandbox alone: it goes by user (and namespace, since 5.14)."""
         return os.geteuid() == 0
@@ -114,6 +120,7 @@ class ProcessRuntime(Runtime):
             "SYSTEMD_PAGER": "", "EDITOR": "false", "VISUAL": "false", "GIT_EDITOR": "false",
             "GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PIP_NO_INPUT": "1", "NO_COLOR": "1",
             "IPYTHONDIR": "/tmp/.ipython",  # noqa: S108
+            **({ADDRESS_VARIABLE: self._address.address} if self._address is not None else {}),
             **self.spec.env,
         }  # fmt: skip
 
@@ -135,6 +142,7 @@ class ProcessRuntime(Runtime):
 
     async def _launch(self) -> None:
         lease = self._lease = self._take_user()
+        self._address = self._host.addresses.lease() if self._shares_network() else None
         self._making = asyncio.create_task(asyncio.to_thread(self._make_folder, lease.uid))
         self._record = await asyncio.shield(self._making)
         folder = Path(self._record.folder)
@@ -203,9 +211,15 @@ class ProcessRuntime(Runtime):
             if "failed" in reply:
                 raise RuntimeStartError(f"the sandbox cannot leave its network: {reply['failed']}")
             self._sealed = True
+            self._release_address()
             await self._greet(Path(self._record.folder))
         except SandboxError as error:
             raise RuntimeStartError(f"the sandbox cannot leave its network: {error}{self._log()}") from error
+
+    def _release_address(self) -> None:
+        if self._address is not None:
+            self._address.release()
+            self._address = None
 
     async def stop(self) -> None:
         """See the base class."""
@@ -240,6 +254,7 @@ class ProcessRuntime(Runtime):
             why = await asyncio.to_thread(self._host.remove, self._record)
         if self._lease is not None:
             self._lease.release()
+        self._release_address()
         if why is not None:
             raise SandboxError(f"the sandbox left something behind, which will be tried again: {why}")
 
@@ -333,6 +348,7 @@ class ProcessRuntime(Runtime):
             image=self.spec.image,
             image_digest=None,
             unenforced=self._unenforced(),
+            address=self._address.address if self._address is not None else None,
         )
 
 

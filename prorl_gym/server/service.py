@@ -210,13 +210,13 @@ def refuse_open_door(config: ProrlConfig, token: str | None) -> None:
     open_tasks = [
         environment.name
         for environment in config.environments
-        if environment.agent.sandbox is not None
-        and (environment.agent.sandbox.network or config.runtime.network) == "host"
+        if (sandbox := environment.agent.sandbox) is not None
+        and "host" in (sandbox.network or config.runtime.network, sandbox.setup_network if sandbox.setup else None)
     ]
     if open_tasks or config.runtime.network == "host":
         whose = f"the sandboxes of {', '.join(open_tasks)}" if open_tasks else "sandboxes"
         raise ConfigError(
-            f"network: host lets {whose} reach this service's port; "
+            f"network: host (or setup_network: host) lets {whose} reach this service's port; "
             "set server.token_env=NAME (bearer token in $NAME), or server.insecure=true"
         )
 

@@ -7,6 +7,7 @@ that says how to do it right, and nothing runs.
 from collections.abc import Callable
 from typing import Any
 
+from prorl_gym.runtimes.loopback import ADDRESS_VARIABLE
 from prorl_gym.tools.spec import ToolSpec
 
 _MAX_TEXT_BYTES = 16 << 20
@@ -90,6 +91,14 @@ FILE_EDITOR = ToolSpec(
         "required": ["command", "path"],
     },
 )
+
+BASH_ON_HOST_NETWORK = ToolSpec(
+    BASH.name,
+    f"{BASH.description} The network is shared with other programs: let a server that you start listen on "
+    f"${ADDRESS_VARIABLE}, an address that is yours alone, not on localhost or 0.0.0.0, where its port may be taken.",
+    BASH.parameters,
+)
+"""Said in place of `BASH` where the sandbox has `network: host`."""
 
 SANDBOX_TOOLS: dict[str, ToolSpec] = {spec.name: spec for spec in (BASH, IPYTHON, FILE_EDITOR)}
 """By name."""

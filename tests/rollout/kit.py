@@ -4,9 +4,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-
-from prorl_gym.runtimes.factory import RuntimeFactory
+from typing import Any, Literal
 
 from prorl_gym.backends.pool import BackendPool
 from prorl_gym.config.models import BackendConfig, PathsConfig, RuntimeConfig, SamplingDefaults, ToolConfig
@@ -14,6 +12,7 @@ from prorl_gym.resources.base import EpisodeOutcome, ResourcesServer, Verdict
 from prorl_gym.rollout.episode import Episode
 from prorl_gym.rollout.toolbox import Toolbox
 from prorl_gym.runtimes.base import Runtime, SandboxSpec
+from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.testing import ScriptedLlm
 from prorl_gym.testing.byte_renderer import byte_renderer
 from prorl_gym.tokens.recorder import Recorder
@@ -57,13 +56,13 @@ class Counter(ResourcesServer):
 
 
 @asynccontextmanager
-async def local_shell(state: Path) -> AsyncIterator[Runtime]:
+async def local_shell(state: Path, network: Literal["none", "host"] = "none") -> AsyncIterator[Runtime]:
     """A started sandbox without isolation."""
     paths = PathsConfig(state=state, images=state / "images")
     factory = RuntimeFactory(RuntimeConfig(kind="local"), paths)
     await factory.prepare({"local"})
     try:
-        async with factory.create(SandboxSpec("local")) as runtime:
+        async with factory.create(SandboxSpec("local", network=network)) as runtime:
             yield runtime
     finally:
         await factory.stop()

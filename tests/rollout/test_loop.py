@@ -8,6 +8,7 @@ import pytest
 
 from prorl_gym.errors import BackendError, HandlerError, SandboxError
 from prorl_gym.rollout.loop import LOOP_LIMIT, run_loop
+from prorl_gym.runtimes.loopback import ADDRESS_VARIABLE
 from prorl_gym.testing import Reply, ScriptedLlm
 from prorl_gym.tokens.recorder import Recorder
 from prorl_gym.tokens.records import ChatMessage
@@ -64,6 +65,26 @@ async def test_shell_state_lives_across_turns_and_calls_of_one_turn_run_in_order
         await run_loop(episode, ASK)
     assert [t.strip() for t in tool_texts(episode.recorder)] == ["one", "5-two", "5-three"]
     assert len(llm.requests) == 3
+
+
+async def test_only_a_model_on_the_hosts_network_is_told_of_an_address_and_can_listen_there(state: Path) -> None:
+    listen = f"python3 -c \"import os, socket; print(socket.create_server((os.environ['{ADDRESS_VARIABLE}'], 0)))\""
+    script = [Reply(text=call("bash", command=listen)), Reply(text="ok")]
+    async with (
+        ScriptedLlm(script) as llm,
+        local_shell(state, network="host") as shell,
+        episode_on(llm, tools=["bash"], runtime=shell) as episode,
+    ):
+        await run_loop(episode, ASK)
+        address = shell.describe().address
+    assert f"laddr=('{address}'" in tool_texts(episode.recorder)[0]
+    assert f"${ADDRESS_VARIABLE}" in episode.tools[0].description
+    async with (
+        ScriptedLlm([]) as llm,
+        local_shell(state) as shell,
+        episode_on(llm, tools=["bash"], runtime=shell) as episode,
+    ):
+        assert ADDRESS_VARIABLE not in episode.tools[0].description
 
 
 async def test_whatever_the_model_writes_gets_an_observation_in_its_place(state: Path) -> None:

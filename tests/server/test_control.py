@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from prorl_gym.errors import ConfigError
+from prorl_gym.runtimes.base import SandboxSpec
 from prorl_gym.server.http_server import HttpServer
 from prorl_gym.server.listener import address_of, bind, published
 from prorl_gym.server.service import Service
@@ -131,6 +132,23 @@ async def test_token_is_asked_for_everywhere_but_at_health(serving: Serving, mon
         assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
 
 
+async def test_a_sandbox_on_the_hosts_network_cannot_command_the_service(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRORL_GYM_TEST_TOKEN", "s3cret-token")
+    async with serving(server={"port": 0, "token_env": "PRORL_GYM_TEST_TOKEN"}) as client:
+        port = client.address.rpartition(":")[2]
+        attack = (
+            f"exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'POST /stop HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
+            "Content-Type: application/json\r\nConnection: close\r\n\r\n' >&3; head -n 1 <&3; exec 3>&-; env"
+        )
+        async with client.service.sandbox(SandboxSpec("local", network="host")) as box:
+            reply = await box.call("bash", {"command": attack}, timeout_s=10)
+        assert reply.text.startswith("HTTP/1.1 401"), reply.text
+        assert "s3cret" not in reply.text
+        assert client.service.pipeline.state == "running"
+
+
 async def test_metrics_are_prometheus_text(client: Client) -> None:
     await client.process("noop")
     async with client.session.get(client.address + "/metrics") as response:
@@ -234,6 +252,9 @@ def test_host_network_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="token_env"):
         Service(make_config(tmp_path, **changes))
     environment = {"name": "x_agent", "agent_type": "x", "agent": {"sandbox": {"network": "host"}}}
+    with pytest.raises(ConfigError, match="x_agent"):
+        Service(make_config(tmp_path, environments=[environment]))
+    environment["agent"] = {"sandbox": {"setup_network": "host", "setup": ["true"]}}
     with pytest.raises(ConfigError, match="x_agent"):
         Service(make_config(tmp_path, environments=[environment]))
     with pytest.raises(ConfigError, match="PRORL_GYM_TEST_TOKEN"):

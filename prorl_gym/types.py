@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -19,8 +20,18 @@ from pydantic import (
 )
 
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
-JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x2e\x30-\x7e]+$")]
-"""Printable ASCII without spaces and without `/`: an id stands in a URL and in logs."""
+
+
+def _no_path_step(job_id: str) -> str:
+    if job_id in {".", ".."}:
+        raise ValueError("a URL cannot end in it: clients resolve it away")
+    return job_id
+
+
+JobId = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x2e\x30-\x7e]+$"), AfterValidator(_no_path_step)
+]
+"""Printable ASCII without spaces and without `/`, not `.` or `..`: an id stands in a URL and in logs."""
 
 IGNORED_SAMPLING_KEYS = frozenset({
     "model", "api_key", "base_url", "modify_params", "log_completions", "native_tool_calling", "custom_tokenizer",
@@ -97,9 +108,9 @@ class SamplingParams(_Request):
     """Sampled tokens per turn."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and sampled tokens together; the smaller of this and the engine's own counts."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many)] | None = None
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     enable_thinking: bool | None = None
     max_turns: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_turns", "max_iterations"))
     """Model calls per episode; the smaller of this and the agent's own counts."""

@@ -5,6 +5,7 @@ call), no proxies from the environment, no redirects (they would carry the key e
 """
 
 import asyncio
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ MAX_REPLY_BYTES = 64 << 20
 
 _IDLE_CONNECTION_S = 3.0
 """Below the 5 s after which vLLM (uvicorn) closes an idle connection; the other way round, calls race with it."""
+
+_IN_PIECES_BYTES = 1 << 20
+"""A longer request is written piece by piece: one write of all of it would hold the event loop."""
 
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 499})
 _QUOTED_CHARS = 400
@@ -42,9 +46,10 @@ class EngineHttp:
             BackendError: Broke off, too large, or not complete within `timeout_s` (that one is not retryable).
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(self._connect_timeout_s, timeout_s))
+        sent = io.BytesIO(body) if body is not None and len(body) > _IN_PIECES_BYTES else body
         try:
             async with self._open().request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                method, url, data=sent, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 return response.status, await _read_bounded(response)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:

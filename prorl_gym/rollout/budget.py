@@ -6,6 +6,9 @@ from prorl_gym.config.models import SamplingDefaults
 from prorl_gym.tokens.records import GenerateParams
 from prorl_gym.types import SamplingParams
 
+CHARACTERS_PER_TOKEN = 64
+"""More than any text has on average; of a prompt with more it is known, unrendered, that it fits no context."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextBudget:
@@ -24,6 +27,10 @@ class ContextBudget:
         if self.max_model_len is None:
             return self.max_tokens
         return max(0, min(self.max_tokens, self.max_model_len - prompt_tokens))
+
+    def may_hold(self, characters: int) -> bool:
+        """False where a prompt with so many characters is too long however it is tokenized."""
+        return self.max_model_len is None or characters <= self.max_model_len * CHARACTERS_PER_TOKEN
 
 
 def context_budget(asked: SamplingParams, defaults: SamplingDefaults, engine_len: int | None) -> ContextBudget:

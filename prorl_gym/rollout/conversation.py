@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 from prorl_gym.errors import BackendError
 from prorl_gym.rollout.budget import generate_params
+from prorl_gym.rollout.daemon_thread import in_daemon_thread
 from prorl_gym.tokens.body import without_surrogates
 from prorl_gym.tokens.records import ChatMessage, Rendered, ToolRequest
 from prorl_gym.types import StopReason
 
 if TYPE_CHECKING:
     from prorl_gym.rollout.episode import Episode
+
+LONG_CHARACTERS = 100_000
+"""New text from which on a prompt is rendered in a thread: on the event loop it would hold up every other job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class Conversation:
             BackendError: No backend answered within its contract.
         """
         episode = self._episode
-        prompt = self._render()
+        new = sum(len(message.content) for message in self.history[self._seen :])
+        if not episode.budget.may_hold(new):
+            return Turn(None, StopReason.CONTEXT_EXHAUSTED)
+        prompt = self._render() if new < LONG_CHARACTERS else await in_daemon_thread(self._render)
         room = episode.budget.room(len(prompt.ids))
         if room == 0:
             return Turn(None, StopReason.CONTEXT_EXHAUSTED)

@@ -8,6 +8,9 @@ from typing import Any
 from prorl_gym.errors import ConfigError
 from prorl_gym.tokens.body import ControlToken, Vocabulary
 
+_LONG = 50_000
+"""From so many characters on a text is encoded as a batch of one: only then does the library let other threads run."""
+
 
 class _FastPlain:
     """A tokenizer of the `tokenizers` library; safe to use from several threads."""
@@ -24,11 +27,11 @@ class _FastPlain:
         self._full = backend
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text).ids
         return ids
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]] | None:
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -37,6 +40,11 @@ class _FastPlain:
 
     def digest(self) -> str:
         return self._digest
+
+    def _encoding(self, text: str) -> Any:
+        if len(text) < _LONG:
+            return self._plain.encode(text, add_special_tokens=False)
+        return self._plain.encode_batch([text], add_special_tokens=False)[0]
 
 
 class _SlowPlain:

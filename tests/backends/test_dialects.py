@@ -118,6 +118,8 @@ async def test_engine_reported_versions_come_along(open_dialect: Open) -> None:
         Reply(text="hello", finish_reason="tool_calls"),
         Reply(ids=(), finish_reason="stop"),
         Reply(text="x", ids=(7, -8)),
+        Reply(text="x", ids=(7, 1 << 31)),
+        Reply(ids=(7, 8), logprobs=(-0.1, 0.5)),
         Reply(ids=(7, 8, 9), weight_versions=((3, 0, 2),)),
         Reply(ids=(7, 8, 9), weight_versions=((3, 1, 3),)),
         Reply(ids=(7, 8, 9), weight_versions=((3, 0, 2), (4, 1, 3))),

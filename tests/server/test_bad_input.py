@@ -59,6 +59,7 @@ async def test_malformed_bodies(client: Client, raw: bytes, says: str) -> None:
         ({**JOB, "job_id": ""}, "job_id"),
         ({**JOB, "job_id": "a/b"}, "job_id"),
         ({**JOB, "job_id": "a\u0000"}, "job_id"),
+        ({**JOB, "job_id": ".."}, "job_id"),
         ({**JOB, "job_id": "x" * 201}, "job_id"),
         ({**JOB, "timeout_s": -1}, "timeout_s"),
         ({**JOB, "priority": 1 << 70}, "priority"),
@@ -67,6 +68,9 @@ async def test_malformed_bodies(client: Client, raw: bytes, says: str) -> None:
         ({**JOB, "sampling_params": {"temprature": 1}}, "sampling_params.temprature"),
         ({**JOB, "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
         ({**JOB, "sampling_params": {"stop": [1]}}, "sampling_params.stop.0"),
+        ({**JOB, "sampling_params": {"stop": ""}}, "sampling_params.stop.0"),
+        ({**JOB, "sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids.0"),
+        ({**JOB, "sampling_params": {"seed": 1 << 63}}, "sampling_params.seed"),
         ({**JOB, "stage_timeouts_s": {"run": "soon"}}, "stage_timeouts_s.run"),
     ],
 )  # fmt: skip

@@ -12,9 +12,11 @@ from typing import Any
 from prorl_gym.backends.base import BackendFacts, ContradictoryReply, Dialect
 from prorl_gym.backends.transport import Endpoint, json_object, refusal
 from prorl_gym.errors import BackendError
+from prorl_gym.tokens.ledger import LOGPROB_TOLERANCE
 from prorl_gym.tokens.records import FinishReason, GenerateParams, Generation, VersionSpan
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 class VllmDialect(Dialect):
@@ -107,8 +109,10 @@ def _only_choice(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ids(value: object, field: str) -> list[int]:
-    if not isinstance(value, list) or not set(map(type, value)) <= {int} or min(value, default=0) < 0:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ContradictoryReply(f"{field} is not a list of token ids: the engine needs return_token_ids")
+    if min(value, default=0) < 0 or max(value, default=0) > _MAX_TOKEN_ID:
+        raise ContradictoryReply(f"{field} holds a number that is no token id")
     return value
 
 
@@ -122,6 +126,8 @@ def _logprobs(value: object, count: int) -> list[float]:
         raise ContradictoryReply(f"{count} ids came with {len(logprobs)} logprobs")
     if not set(map(type, logprobs)) <= {float, int} or not all(map(math.isfinite, logprobs)):
         raise ContradictoryReply("logprobs holds something that is no finite number")
+    if max(logprobs, default=0.0) > LOGPROB_TOLERANCE:
+        raise ContradictoryReply(f"logprobs holds {max(logprobs)}, which is no log-probability")
     return list(map(float, logprobs))
 
 

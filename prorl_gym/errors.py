@@ -5,13 +5,17 @@
      ├ ServiceError                  raised by the client only: the service gave no answer that it should give
      │   └ ServiceUnreachable        it gave none at all
      ├ RequestError                  answered over HTTP with `status`
-     │   ├ UnknownTask  400
-     │   ├ Unauthorized 401
-     │   ├ JobNotFound  404
-     │   ├ DuplicateJob 409
-     │   ├ BodyTooLarge 413
-     │   ├ QueueFull    429
-     │   └ NotRunning   503
+     │   ├ UnknownTask      400
+     │   ├ Unauthorized     401
+     │   ├ ForeignOrigin    403
+     │   ├ NoSuchPath       404
+     │   ├ JobNotFound      404
+     │   ├ MethodNotAllowed 405
+     │   ├ DuplicateJob     409
+     │   ├ BodyTooLarge     413
+     │   ├ UnsupportedMedia 415
+     │   ├ QueueFull        429
+     │   └ NotRunning       503
      └ JobError                      recorded in one job's result, never stops a worker
          ├ RuntimeStartError         a sandbox did not come up
          ├ SandboxError              a sandbox broke while in use
@@ -23,6 +27,7 @@
 A command that fails, a tool that times out or a malformed tool call is an observation for the model, not an error.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 Stage = Literal["init", "run", "eval"]
@@ -71,10 +76,43 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class ForeignOrigin(RequestError):
+    """A page of another site had somebody's browser send this."""
+
+    status = 403
+
+
+class NoSuchPath(RequestError):
+    """Nothing is served there."""
+
+    status = 404
+
+
 class JobNotFound(RequestError):
     """No job of that id is known, or its result has expired."""
 
     status = 404
+
+
+class MethodNotAllowed(RequestError):
+    """The path takes other methods.
+
+    Attributes:
+        allowed: Those methods, for the answer's `Allow`; empty at a client, to whom the message says it.
+    """
+
+    status = 405
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        allowed: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
+        self.allowed = tuple(allowed)
 
 
 class DuplicateJob(RequestError):
@@ -87,6 +125,12 @@ class BodyTooLarge(RequestError):
     """The request body exceeds `server.max_body_bytes`."""
 
     status = 413
+
+
+class UnsupportedMedia(RequestError):
+    """The body is not declared as JSON."""
+
+    status = 415
 
 
 class QueueFull(RequestError):

@@ -1,13 +1,12 @@
 """What the server sends: JSON bodies, and errors in one shape."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
-from prorl_gym.errors import RequestError
+from prorl_gym.errors import MethodNotAllowed, RequestError
 from prorl_gym.server.json_body import encode_json
 
 
@@ -15,7 +14,7 @@ class ErrorDetail(BaseModel):
     """What was wrong with a request."""
 
     type: str
-    """Name of the error's class in `prorl_gym.errors`, or of the HTTP condition."""
+    """Name of the error's class in `prorl_gym.errors`; InternalError for a fault of the service."""
     message: str
     field: str | None = None
     """Path of the offending field of the body or the query, e.g. `sampling_params.top_p`."""
@@ -25,34 +24,6 @@ class ErrorAnswer(BaseModel):
     """The body of every answer whose status is 400 or above."""
 
     error: ErrorDetail
-
-
-class NoSuchPath(RequestError):
-    """Nothing is served there."""
-
-    status = 404
-
-
-class MethodNotAllowed(RequestError):
-    """The path takes other methods."""
-
-    status = 405
-
-    def __init__(self, message: str, *, allowed: Sequence[str]) -> None:
-        super().__init__(message)
-        self.allowed = allowed
-
-
-class ForeignOrigin(RequestError):
-    """A page of another site had somebody's browser send this."""
-
-    status = 403
-
-
-class UnsupportedMedia(RequestError):
-    """The body is not declared as JSON."""
-
-    status = 415
 
 
 class JsonAnswer(Response):

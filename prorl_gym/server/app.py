@@ -16,15 +16,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import prorl_gym
-from prorl_gym.errors import ConfigError, JobError, RequestError, Unauthorized
-from prorl_gym.server.answers import (
-    ErrorAnswer,
+from prorl_gym.errors import (
+    ConfigError,
     ForeignOrigin,
+    JobError,
     MethodNotAllowed,
     NoSuchPath,
-    error_answer,
-    request_error_answer,
+    RequestError,
+    Unauthorized,
 )
+from prorl_gym.server.answers import ErrorAnswer, error_answer, request_error_answer
 from prorl_gym.server.control_routes import ControlRoutes
 from prorl_gym.server.job_routes import JobRoutes
 from prorl_gym.server.operation import ClientGone, Operation, header

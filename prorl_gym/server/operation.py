@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from prorl_gym.errors import BodyTooLarge
-from prorl_gym.server.answers import UnsupportedMedia, invalid_field
+from prorl_gym.errors import BodyTooLarge, UnsupportedMedia
+from prorl_gym.server.answers import invalid_field
 from prorl_gym.server.json_body import parse_json
 
 Endpoint = Callable[..., Awaitable[Response]]
@@ -105,7 +105,11 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def check_media_type(scope: Scope) -> None:
-    """Refuse a body that is not declared as JSON."""
+    """Refuse a body that is not declared as JSON.
+
+    Raises:
+        UnsupportedMedia: It is declared as something else, or not at all.
+    """
     declared = header(scope, b"content-type") or b""
     if declared.split(b";", 1)[0].strip().lower() != b"application/json":
         said = declared[:100].decode("latin-1") or "none"

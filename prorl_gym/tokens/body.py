@@ -109,7 +109,7 @@ class Vocabulary:
         return value
 
     def guard_schema(self, schema: Mapping[str, Any]) -> Any:
-        """As `guard_json`, for a tool's schema, which comes with every prompt: the copy is shared, and to be read only."""
+        """As `guard_json`, for a tool's schema, which comes with every prompt: the copy is shared, to be read only."""
         try:
             key = orjson.dumps(schema)
         except TypeError:  # lone surrogates

@@ -17,6 +17,7 @@ from prorl_gym.client import RolloutClient
 from prorl_gym.errors import (
     ConfigError,
     JobNotFound,
+    NoSuchPath,
     QueueFull,
     RequestError,
     ServiceError,
@@ -128,7 +129,19 @@ async def test_an_address_without_a_scheme_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["UnknownTask", "Unauthorized", "JobNotFound", "DuplicateJob", "BodyTooLarge", "NotRunning"]
+    "kind",
+    [
+        "UnknownTask",
+        "Unauthorized",
+        "ForeignOrigin",
+        "NoSuchPath",
+        "JobNotFound",
+        "MethodNotAllowed",
+        "DuplicateJob",
+        "BodyTooLarge",
+        "UnsupportedMedia",
+        "NotRunning",
+    ],
 )
 async def test_refusals_come_as_the_error_that_the_service_named(kind: str) -> None:
     named: type[RequestError] = getattr(errors, kind)
@@ -143,7 +156,10 @@ async def test_refusals_come_as_the_error_that_the_service_named(kind: str) -> N
 
 async def test_other_refusals_and_internal_errors_are_told_apart() -> None:
     async with StandIn() as service, RolloutClient(service.address) as client:
-        with pytest.raises(RequestError, match="NoSuchPath"):
+        with pytest.raises(NoSuchPath, match="nothing is served there"):
+            await client.environments()
+        service.answers["GET /environments"] = [refusal(451, "FromTheFuture", "not here")]
+        with pytest.raises(RequestError, match="FromTheFuture: not here"):
             await client.environments()
         service.answers["GET /status"] = [refusal(500, "InternalError", "oops"), (200, "<html>", {}), (200, [1], {})]
         for _ in range(3):

@@ -237,8 +237,10 @@ class Host:
             mine = record.owner == self._owner
             if (mine and not own and record.sandbox_id not in self.leftovers) or (not mine and runs(record.owner)):
                 continue
-            if runs(record.process) and record.process is not None:
-                _kill(record.process)
+            if record.process is not None:
+                if runs(record.process):
+                    _kill(record.process)
+                end_session(record.process)
             cleared += self.remove(record) is None
         return cleared
 
@@ -250,6 +252,34 @@ def _kill(process: tuple[int, int | None]) -> None:
         with contextlib.suppress(OSError):
             os.killpg(process[0], signal.SIGKILL)
         time.sleep(0.01)  # not our child: nothing tells of its end
+
+
+def end_session(leader: tuple[int, int | None]) -> None:
+    """Kill what a dead leader's session still holds in user namespaces of its own, and wait a little. Blocks.
+
+    Apptainer's file systems (squashfuse, fuse-overlayfs) are left so by a spawner that was killed. A session's number
+    is no other process's id while a member lives.
+    """
+    deadline = time.monotonic() + _SWEEP_KILL_S
+    while (members := _members(leader)) and time.monotonic() < deadline:
+        for pid in members:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)  # not our children: nothing tells of their ends
+
+
+def _members(leader: tuple[int, int | None]) -> list[int]:
+    number, since = leader
+    if since is None or start_time_of(number) not in {None, since}:
+        return []
+    found, own_namespace = [], os.readlink("/proc/self/ns/user")
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
+            if fields and int(fields[3]) == number and int(fields[19]) >= since and fields[0] not in "ZX":
+                if os.readlink(f"/proc/{entry}/ns/user") != own_namespace:
+                    found.append(int(entry))
+    return found
 
 
 def _passable(folder: Path) -> bool:

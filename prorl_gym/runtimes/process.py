@@ -21,7 +21,7 @@ from typing import Any
 from prorl_gym.errors import RuntimeStartError, SandboxError
 from prorl_gym.runtimes.base import Runtime, RuntimeInfo, SandboxSpec
 from prorl_gym.runtimes.channel import ToolChannel
-from prorl_gym.runtimes.host import Host, SandboxRecord, UidLease
+from prorl_gym.runtimes.host import Host, SandboxRecord, UidLease, end_session
 from prorl_gym.runtimes.launcher import SpawnedProcess
 from prorl_gym.runtimes.loopback import ADDRESS_VARIABLE, LoopbackLease
 from prorl_gym.tools.spec import ToolReply
@@ -169,7 +169,8 @@ class ProcessRuntime(Runtime):
             self._host.write(self._record)
             if self._record.memory_group is None and self.spec.limits.memory_bytes is not None:
                 self._host.watchdog.watch(*process, self.spec.limits.memory_bytes)
-            self._channel = await ToolChannel.connect(ours)
+            channel = self._channel = await ToolChannel.connect(ours)
+            self._process.abandon = lambda: channel.close("the process that starts sandboxes has ended")
         except BaseException:
             ours.close()
             raise
@@ -243,6 +244,8 @@ class ProcessRuntime(Runtime):
         if process is not None and not await _ended(process, _EXIT_S if self._channel is not None else 0.0):
             self._host.launcher.signal(process, signal.SIGKILL)
             await _ended(process, _KILLED_EXIT_S)
+        if process is not None and process.status is None:  # the spawner is dead, which would have ended the rest
+            await asyncio.to_thread(end_session, (process.pid, process.start_time))
         if self._channel is not None:
             self._channel.close("the sandbox was stopped")
         if process is not None:

@@ -142,7 +142,7 @@ class ToolServer:
         if settings.image_environment:
             ours = {n: v for n, v in os.environ.items() if not n.startswith(_IMAGE_INTERNALS)}
             settings = dataclasses.replace(settings, environment={**ours, **settings.environment})
-        self._settings = settings
+        self._settings = settings = dataclasses.replace(settings, environment=_with_places(settings.environment))
         os.makedirs(settings.workdir, exist_ok=True)
         if settings.disk_bytes is not None:
             bound_disk(settings.disk_bytes)
@@ -257,6 +257,19 @@ def main() -> None:
         adopt_orphans()
     ToolServer(int(sys.argv[1])).serve()
     os._exit(0)  # the tool threads may be in the middle of anything
+
+
+def _with_places(environment: dict[str, str]) -> dict[str, str]:
+    """The environment with a home and a folder for temporary files that exist and can be written, where possible."""
+    temporary, home = environment.get("TMPDIR", "/tmp"), environment.get("HOME", "/")  # noqa: S108
+    for folder in (temporary, home):
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+    if os.access(home, os.W_OK | os.X_OK):
+        return environment
+    with contextlib.suppress(OSError):
+        os.makedirs(f"{temporary}/home", exist_ok=True)
+    return {**environment, "HOME": f"{temporary}/home"}
 
 
 def _set_limit(which: int, value: int | None) -> None:

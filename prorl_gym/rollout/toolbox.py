@@ -14,7 +14,7 @@ from prorl_gym.errors import HandlerError, JobError
 from prorl_gym.resources.base import ResourcesServer
 from prorl_gym.runtimes.base import Runtime
 from prorl_gym.tokens.records import ToolRequest
-from prorl_gym.tools.sandbox import BASH_ON_HOST_NETWORK, SANDBOX_TOOLS, check_arguments
+from prorl_gym.tools.sandbox import HOST_NETWORK_TOOLS, SANDBOX_TOOLS, check_arguments
 from prorl_gym.tools.spec import ToolReply, ToolSpec
 from prorl_gym.tools.submit import SUBMIT
 
@@ -45,7 +45,7 @@ class Toolbox:
         """Line the specs up: the agent's own first."""
         tools = AGENT_TOOLS
         if self.runtime is not None and self.runtime.spec.network == "host":
-            tools = {**tools, BASH_ON_HOST_NETWORK.name: BASH_ON_HOST_NETWORK}
+            tools = tools | HOST_NETWORK_TOOLS
         own = (tools[name] for name in self.names)
         for spec in (*own, *self.session_tools):
             self._specs.setdefault(spec.name, spec)

@@ -5,6 +5,7 @@ that says how to do it right, and nothing runs.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from prorl_gym.runtimes.loopback import ADDRESS_VARIABLE
@@ -92,16 +93,16 @@ FILE_EDITOR = ToolSpec(
     },
 )
 
-BASH_ON_HOST_NETWORK = ToolSpec(
-    BASH.name,
-    f"{BASH.description} The network is shared with other programs: let a server that you start listen on "
-    f"${ADDRESS_VARIABLE}, an address that is yours alone, not on localhost or 0.0.0.0, where its port may be taken.",
-    BASH.parameters,
-)
-"""Said in place of `BASH` where the sandbox has `network: host`."""
-
 SANDBOX_TOOLS: dict[str, ToolSpec] = {spec.name: spec for spec in (BASH, IPYTHON, FILE_EDITOR)}
 """By name."""
+_SHARED_NETWORK = (
+    f" The network is shared with other programs: let a server that you start listen on the address in the environment "
+    f"variable {ADDRESS_VARIABLE}, which is yours alone, not on localhost or 0.0.0.0, where its port may be taken."
+)
+HOST_NETWORK_TOOLS: dict[str, ToolSpec] = {
+    spec.name: replace(spec, description=spec.description + _SHARED_NETWORK) for spec in (BASH, IPYTHON)
+}
+"""What is said of these instead where the sandbox has `network: host`."""
 
 _EDITOR_NEEDS = {"create": ("file_text",), "str_replace": ("old_str",), "insert": ("insert_line", "new_str")}
 

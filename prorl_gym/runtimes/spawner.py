@@ -82,8 +82,9 @@ class Spawner:
                 for descriptor in descriptors:
                     os.close(descriptor)
         elif message["pid"] in self._running:
-            with contextlib.suppress(OSError):
-                os.killpg(message["pid"], message["signal"])
+            for kill in (os.killpg, os.kill):  # one that was forked just now leads no group yet
+                with contextlib.suppress(OSError):
+                    kill(message["pid"], message["signal"])
 
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> int:
         parent = os.getpid()

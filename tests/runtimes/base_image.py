@@ -46,10 +46,13 @@ def _make(folder: Path) -> None:
     (root / "etc/marker").write_text("the image's own\n")
     for path in (folder, root):
         path.chmod(0o755)
-    own = {"HOME": str(folder), "APPTAINER_CONFIGDIR": str(folder), "APPTAINER_CACHEDIR": str(folder)}
+    work = folder / "work"
+    work.mkdir()
+    own = {"HOME": str(work), "APPTAINER_CONFIGDIR": str(work), "APPTAINER_CACHEDIR": str(work)}
     quick = ["--mksquashfs-args", "-comp gzip -Xcompression-level 1"]
     subprocess.run(
         ["apptainer", "--silent", "build", *quick, str(folder / "base.sif"), str(root)],
         env={"PATH": os.environ["PATH"], **own},
         check=True,
     )
+    shutil.rmtree(work)

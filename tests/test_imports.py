@@ -14,7 +14,7 @@ PACKAGE = ROOT / "prorl_gym"
 
 LAYERS = [
     {"types", "errors"},
-    {"config", "logs"},
+    {"config", "logs", "daemon_thread"},
     {"tokens", "backends", "runtimes"},
     {"tools"},
     {"resources"},

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from prorl_gym.daemon_thread import in_daemon_thread
 from prorl_gym.errors import BackendError
 from prorl_gym.rollout.budget import generate_params
-from prorl_gym.rollout.daemon_thread import in_daemon_thread
 from prorl_gym.tokens.body import without_surrogates
 from prorl_gym.tokens.records import ChatMessage, Rendered, ToolRequest
 from prorl_gym.types import StopReason

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from prorl_gym.backends.base import LlmSession, Waiting
 from prorl_gym.backends.pool import BackendPool
 from prorl_gym.config.models import PolicyConfig
+from prorl_gym.daemon_thread import in_daemon_thread
 from prorl_gym.errors import BackendError, ConfigError
-from prorl_gym.rollout.daemon_thread import in_daemon_thread
 from prorl_gym.tokens.base import ChatRenderer
 from prorl_gym.tokens.loading import load_renderer
 

@@ -5,9 +5,11 @@ The tool server is PID 1 of the sandbox, as in bubblewrap. Apptainer's own proce
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import pwd
 import re
 import shutil
 from collections.abc import Awaitable, Callable
@@ -71,6 +73,27 @@ def setups(program: str) -> list[ApptainerSetup]:
     """Ways of running it on a host like this one, the most confining first."""
     users = [True, False] if _may_mount() else [False]
     return [ApptainerSetup(program, own_user, own) for own_user in users for own in (True, False)]
+
+
+def maps_many_users(setup: ApptainerSetup) -> bool:
+    """Whether `--fakeroot` has ids for other users than root, to whom packages give their files. Blocks."""
+    if not shutil.which("newuidmap"):
+        return False
+    if setup.own_user:
+        lease = UidLease.take()
+        lease.release()
+        return lease.uid is not None and _sub_ids(lease.uid) is not None
+    wanted = {str(os.geteuid())}
+    with contextlib.suppress(KeyError):
+        wanted.add(pwd.getpwuid(os.geteuid()).pw_name)
+    for file in ("/etc/subuid", "/etc/subgid"):
+        try:
+            lines = [line.split(":") for line in Path(file).read_text().splitlines()]
+        except OSError:
+            return False
+        if not any(len(line) == 3 and line[0] in wanted and int(line[2]) >= _SUB_IDS for line in lines):
+            return False
+    return True
 
 
 def empty_image(area: Path) -> Path:
@@ -183,7 +206,7 @@ class ApptainerRuntime(ProcessRuntime):
             "--userns", "--containall", "--cleanenv", "--no-home", "--no-mount", "cwd,bind-paths", "--no-eval",
             "--pid", "--no-init", "--ipc", "--hostname", "sandbox",
             *([] if self._shares_network() else ["--net", "--network", "none"]),
-            *(["--fakeroot"] if spec.fakeroot else []),
+            *(["--fakeroot", "--ignore-fakeroot-command"] if spec.fakeroot else []),
             *(["--nv"] if spec.gpu else []),
             *self._layer(folder), *home, "--scratch", "/dev/shm",  # noqa: S108 - inside the sandbox
             "--bind", f"{self._host.tools.folder}:{MOUNT_POINT}:ro",
@@ -266,11 +289,13 @@ def advice(message: str) -> str:
     return ""
 
 
+FAKEROOT_ADVICE = (
+    "--fakeroot wants a line for the service's user in /etc/subuid and /etc/subgid (`usermod --add-subuids "
+    "200000-265535 --add-subgids 200000-265535 USER`, as root) and the programs newuidmap and newgidmap (package "
+    "uidmap)"
+)
 _ADVICE = (
-    (("subuid", "subgid", "newuidmap", "newgidmap", "sub uid", "fakeroot"),
-     "--fakeroot wants a line for the service's user in /etc/subuid and /etc/subgid (`usermod --add-subuids "
-     "200000-265535 --add-subgids 200000-265535 USER`, as root) and the programs newuidmap and newgidmap (package "
-     "uidmap); or set runtime.fakeroot=false"),
+    (("subuid", "subgid", "newuidmap", "newgidmap", "fakeroot"), f"{FAKEROOT_ADVICE}; or set runtime.fakeroot=false"),
     (("/dev/fuse", "fuse device", "squashfuse", "fuse-overlayfs", "fusermount"),
      "A .sif is mounted by squashfuse through /dev/fuse: install squashfuse and fuse-overlayfs, load the module fuse "
      "and make /dev/fuse mode 0666, or use a folder as image (images.format=directory)"),

@@ -97,6 +97,8 @@ class RuntimeFactory:
                 continue
             if problems:
                 logger.warning("apptainer runs here, but not all limits hold (%s): %s", setup, problems[0])
+            if not await asyncio.to_thread(apptainer.maps_many_users, setup):
+                logger.warning("in fakeroot sandboxes files belong to root alone: %s", apptainer.FAKEROOT_ADVICE)
             return
         message = str(problems[-1])
         raise ConfigError(

@@ -65,11 +65,19 @@ class Spawner:
                     wake_read.recv(4096)
                 self._reap()
             if self._socket.fileno() in ready:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES, _MAX_DESCRIPTORS)
+                packet, descriptors = self._receive()
                 if not packet:
                     break
                 self._handle(json.loads(packet), descriptors)
         self._end_all()
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """One message; an empty one once the service is gone."""
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES, _MAX_DESCRIPTORS)
+        except ConnectionResetError:  # it ended with words of ours unread
+            return b"", []
+        return packet, descriptors
 
     def _handle(self, message: dict[str, Any], descriptors: list[int]) -> None:
         if "argv" in message:

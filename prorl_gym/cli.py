@@ -30,6 +30,7 @@ COMMANDS = {
     "rollout": Command("rollout", "rollout_command", "roll out a data set, with a progress bar and a summary"),
     "demo": Command("demo", "demo_command", "8 math problems twice each, with a real small model in real sandboxes"),
     "verify": Command("verify", "verify_command", "check a rollout file token by token, offline"),
+    "doctor": Command("doctor", "doctor_command", "prove what this host can do: isolation, limits, speed, clean ends"),
     "images": Command("images", "images_command", "build, fetch, list and prune the images of sandboxes"),
     "environments": Command("environments", "environments_command", "list the tasks that would be served"),
     "gym-config": Command("gym_config", "gym_config_command", "print the gym tree as NeMo Gym's YAML"),

@@ -22,7 +22,7 @@ LAYERS = [
     {"handlers"},
     {"pipeline"},
     {"server"},
-    {"cli", "commands", "__main__"},
+    {"cli", "commands", "doctor", "__main__"},
 ]
 """From the bottom up: a part imports its own layer and those below."""
 

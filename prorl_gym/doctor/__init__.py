@@ -1,0 +1,1 @@
+"""Proofs of what this host can do: see `examination`."""

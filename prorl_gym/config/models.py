@@ -8,11 +8,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, IPvAnyNetwork
 
 from prorl_gym.runtimes.base import RuntimeKind
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _expanded(path: object) -> Path:
+    return Path(os.path.expandvars(str(path))).expanduser()
 
 
 class _Model(BaseModel):
@@ -187,6 +191,34 @@ class SandboxOverride(_Model):
     """The network of `setup` alone; what it started is ended with it. Null is as in RUN."""
 
 
+class WebConfig(_Model):
+    """Where `web_search` and `web_fetch` get what they give."""
+
+    provider: Literal["local", "searxng", "tavily"] = "local"
+    """`local` searches and reads the folder `documents`, nothing else; the others search the web and read its pages."""
+    documents: Annotated[Path | None, BeforeValidator(lambda v: v and _expanded(v))] = None
+    """Of `local`: .txt, .md and .rst files, and .jsonl files of rows with `text` and perhaps `title`, `id`, `url`."""
+    address: str | None = Field(None, pattern="^https?://")
+    """SearXNG's own address. Of `tavily`: null is its public one."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds Tavily's key."""
+    max_results: int = Field(8, ge=1, le=50)
+    """Of one search; the model may ask for fewer."""
+    page_characters: int = Field(20_000, ge=200)
+    """Of a page's text, shown by one call."""
+    max_page_bytes: int = Field(4 << 20, ge=1024, le=8 << 20)
+    """Of a page as it is fetched; the rest is left out."""
+    max_redirects: int = Field(5, ge=0, le=20)
+    attempts: int = Field(3, ge=1, le=10)
+    """Of one call, where another may do better; all within its time."""
+    search_timeout_s: PositiveSeconds = 20.0
+    fetch_timeout_s: PositiveSeconds = 30.0
+    concurrent: int = Field(32, ge=1)
+    """Calls at work at once; more wait."""
+    blocked_networks: tuple[IPvAnyNetwork, ...] = ()
+    """Public networks that no page is fetched from, a cluster's own say. What is not public is always refused."""
+
+
 class ToolConfig(_Model):
     """Bounds on the agent's tools."""
 
@@ -197,14 +229,15 @@ class ToolConfig(_Model):
     """The longest a model may ask for in one call."""
     observation_tokens: int = Field(8192, ge=64)
     """One observation's length in the prompt; longer ones keep head and tail."""
+    web: WebConfig = WebConfig()
 
 
 class PathsConfig(_Model):
     """Where files go. `~` and variables are expanded."""
 
-    state: Annotated[Path, BeforeValidator(lambda v: Path(os.path.expandvars(str(v))).expanduser())]
+    state: Annotated[Path, BeforeValidator(_expanded)]
     """Node-local: sandboxes' folders, the tool environment, records of what runs."""
-    images: Annotated[Path, BeforeValidator(lambda v: Path(os.path.expandvars(str(v))).expanduser())]
+    images: Annotated[Path, BeforeValidator(_expanded)]
     """May be shared between nodes."""
 
 

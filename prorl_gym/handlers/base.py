@@ -14,6 +14,7 @@ from prorl_gym.config.models import ProrlConfig
 from prorl_gym.errors import Stage
 from prorl_gym.runtimes.base import Runtime, SandboxSpec
 from prorl_gym.tokens.recorder import Recorder
+from prorl_gym.tools.web.tools import WebTools
 from prorl_gym.types import JobRequest, StopReason
 
 _job_logger = logging.getLogger("prorl_gym.job")
@@ -139,12 +140,14 @@ class HandlerContext:
         config: The whole, frozen configuration.
         policy: `policy(name)` gives that policy's models and renderers; see `prorl_gym.rollout.policy.Policy`.
         sandbox: Makes a runtime, not yet started, from a spec.
+        web: The web tools, where an environment names them.
     """
 
     task: str
     config: ProrlConfig
     policy: Callable[[str], Any]
     sandbox: Callable[[SandboxSpec], Runtime]
+    web: WebTools | None = None
 
 
 class AgentHandler(ABC):

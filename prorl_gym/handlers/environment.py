@@ -34,6 +34,7 @@ from prorl_gym.rollout.toolbox import AGENT_TOOLS, Toolbox
 from prorl_gym.runtimes.base import Runtime
 from prorl_gym.runtimes.bubblewrap import bubblewrap_program
 from prorl_gym.tools.sandbox import SANDBOX_TOOLS
+from prorl_gym.tools.web.specs import WEB_TOOLS
 from prorl_gym.types import JobRequest, StopReason
 
 MAX_ARTIFACT_BYTES = 16 << 20
@@ -74,7 +75,7 @@ class EnvironmentHandler(AgentHandler):
         config = self._environment.agent
         self._sandbox = config.sandbox
         self._max_turns = min(config.max_turns, config.max_steps or config.max_turns)
-        _check_tools(self._environment)
+        _check_tools(self._environment, context)
         self._base_tools = Toolbox(context.config.tool, config.tools).specs
         self._agent = self._load_agent()
         self._resources = self._load_resources()
@@ -154,6 +155,7 @@ class EnvironmentHandler(AgentHandler):
                     resources=self._resources,
                     session_id=session.id,
                     session_tools=session.start.tools,
+                    web=self.context.web,
                 ),
                 sampling=job.request.sampling_params,
                 defaults=self.context.config.policy.sampling,
@@ -316,12 +318,14 @@ def _environment(context: HandlerContext) -> Environment:
     raise ConfigError(f"no environment {context.task!r} in the configuration")
 
 
-def _check_tools(environment: Environment) -> None:
+def _check_tools(environment: Environment, context: HandlerContext) -> None:
     for name in environment.agent.tools:
         if name not in AGENT_TOOLS:
             raise ConfigError(f"{environment.name}: tools: unknown tool {name!r}; known: {', '.join(AGENT_TOOLS)}")
         if name in SANDBOX_TOOLS and environment.agent.sandbox is None:
             raise ConfigError(f"{environment.name}: tools: {name} needs a sandbox, and `sandbox` is null")
+        if name in WEB_TOOLS and context.web is None:
+            raise ConfigError(f"{environment.name}: tools: {name} is not available in this service")
 
 
 def _is_no_measurement(error: Exception | None) -> bool:

@@ -1,4 +1,4 @@
-"""Where one episode's tool calls go: into the sandbox, to the resources server, or to an end.
+"""Where one episode's tool calls go: into the sandbox, to the web, to the resources server, or to an end.
 
 The invariant: whatever the model writes gets an observation. Only a broken sandbox or environment raises.
 """
@@ -17,8 +17,10 @@ from prorl_gym.tokens.records import ToolRequest
 from prorl_gym.tools.sandbox import HOST_NETWORK_TOOLS, SANDBOX_TOOLS, check_arguments
 from prorl_gym.tools.spec import ToolReply, ToolSpec
 from prorl_gym.tools.submit import SUBMIT
+from prorl_gym.tools.web.specs import WEB_TOOLS
+from prorl_gym.tools.web.tools import WebTools
 
-AGENT_TOOLS = {**SANDBOX_TOOLS, SUBMIT.name: SUBMIT}
+AGENT_TOOLS = {**SANDBOX_TOOLS, **WEB_TOOLS, SUBMIT.name: SUBMIT}
 """What an agent's `tools` may name."""
 MAX_REPLY_CHARACTERS = 64_000
 """Of a resources server's tool, before its tokens are counted; a sandbox bounds its own."""
@@ -29,7 +31,7 @@ class Toolbox:
     """The tools of one episode.
 
     Attributes:
-        names: Of the agent's own tools: the sandbox's and `submit`.
+        names: Of the agent's own tools: the sandbox's, the web's and `submit`.
         session_tools: Of the resources server, for this session; a name of the agent's own wins.
     """
 
@@ -39,6 +41,7 @@ class Toolbox:
     resources: ResourcesServer | None = None
     session_id: str = ""
     session_tools: Sequence[ToolSpec] = ()
+    web: WebTools | None = None
     _specs: dict[str, ToolSpec] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,9 @@ class Toolbox:
             return await self._ask_resources(request.name, arguments)
         if request.name == SUBMIT.name:
             return ToolReply("Submitted.", done=True)
+        if request.name in WEB_TOOLS:
+            assert self.web is not None, "an agent names web tools only where the service has them"  # noqa: S101
+            return await self.web.call(request.name, arguments)
         assert self.runtime is not None, "an agent without a sandbox names no sandbox tool"  # noqa: S101
         return await self.runtime.call(request.name, arguments, timeout_s=self._timeout_s(request.name, arguments))
 

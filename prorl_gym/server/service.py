@@ -16,6 +16,7 @@ from prorl_gym.config.models import ProrlConfig
 from prorl_gym.errors import ConfigError, RuntimeStartError
 from prorl_gym.handlers.base import HandlerContext
 from prorl_gym.handlers.registry import HandlerRegistry
+from prorl_gym.handlers.web import web_tools
 from prorl_gym.logs import hide
 from prorl_gym.pipeline import Pipeline
 from prorl_gym.rollout.policy import Policy
@@ -47,6 +48,7 @@ class Service:
         images = RuntimeImageBuilder(config)
         self.runtimes = RuntimeFactory(config.runtime, config.paths, locate=images.locate)
         self._policies: dict[str, Policy] = {}
+        self.web = web_tools(config)
         self.handlers = HandlerRegistry(config, self._context)
         self.pipeline = Pipeline(config, self.handlers)
         self._exit: asyncio.Future[float | None] | None = None
@@ -81,6 +83,8 @@ class Service:
             await self.backends.start()
             if self.config.backend.addresses:
                 self._preload(DEFAULT_POLICY)
+            if self.web is not None:
+                await self.web.start()
             await self.handlers.start()
             if self.config.server.autostart:
                 await self.pipeline.start()
@@ -102,6 +106,7 @@ class Service:
         for part, stop, share in (
             ("the jobs", self.pipeline.stop, 0.6),
             ("the handlers", self.handlers.stop, 0.7),
+            ("the web tools", self._stop_web, 0.72),
             ("the policies", self._stop_policies, 0.75),
             ("the sandboxes", self.runtimes.stop, 0.85),
             ("the backends", self.backends.stop, 0.9),
@@ -169,6 +174,10 @@ class Service:
         if self.config.environments:
             self.policy(policy).preload()
 
+    async def _stop_web(self) -> None:
+        if self.web is not None:
+            await self.web.stop()
+
     async def _stop_policies(self) -> None:
         for policy in self._policies.values():
             await policy.stop()
@@ -180,7 +189,7 @@ class Service:
         return server.model_copy(update={"detail": policy.refusal})
 
     def _context(self, task: str) -> HandlerContext:
-        return HandlerContext(task=task, config=self.config, policy=self.policy, sandbox=self.sandbox)
+        return HandlerContext(task, self.config, policy=self.policy, sandbox=self.sandbox, web=self.web)
 
 
 def read_token(config: ProrlConfig) -> str | None:

@@ -11,11 +11,13 @@ from prorl_gym.backends.registry import BackendRegistry
 from prorl_gym.config.models import AgentConfig, Environment, ProrlConfig
 from prorl_gym.handlers.base import HandlerContext
 from prorl_gym.handlers.registry import HandlerRegistry
+from prorl_gym.handlers.web import web_tools
 from prorl_gym.pipeline import Pipeline
 from prorl_gym.rollout.policy import Policy
 from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.testing import ScriptedLlm
 from prorl_gym.testing.byte_renderer import byte_renderer
+from prorl_gym.tools.web.tools import WebTools
 from prorl_gym.types import JobRequest
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +59,10 @@ def config_of(folder: Path, served: Environment, **groups: Any) -> ProrlConfig:
     )
 
 
-def registry_of(config: ProrlConfig, policy: Callable[[str], Any], runtimes: RuntimeFactory) -> HandlerRegistry:
-    return HandlerRegistry(config, lambda task: HandlerContext(task, config, policy, runtimes.create))
+def registry_of(
+    config: ProrlConfig, policy: Callable[[str], Any], runtimes: RuntimeFactory, web: WebTools | None = None
+) -> HandlerRegistry:
+    return HandlerRegistry(config, lambda task: HandlerContext(task, config, policy, runtimes.create, web))
 
 
 @asynccontextmanager
@@ -73,11 +77,14 @@ async def serving(config: ProrlConfig, *backends: ScriptedLlm) -> AsyncIterator[
             policies[name] = Policy(name, config.policy, engines.pool(name), load=lambda *_: RENDERER)
         return policies[name]
 
-    handlers = registry_of(config, policy, runtimes)
+    web = web_tools(config)
+    handlers = registry_of(config, policy, runtimes, web)
     pipeline = Pipeline(config, handlers)
     await runtimes.prepare({config.runtime.kind})
     await engines.start()
     try:
+        if web is not None:
+            await web.start()
         await handlers.start()
         for backend in backends:
             await engines.pool("default").add(
@@ -88,6 +95,8 @@ async def serving(config: ProrlConfig, *backends: ScriptedLlm) -> AsyncIterator[
     finally:
         await pipeline.stop()
         await handlers.stop()
+        if web is not None:
+            await web.stop()
         await runtimes.stop()
         await engines.stop()
 

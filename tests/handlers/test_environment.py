@@ -266,7 +266,7 @@ async def test_cancel_anywhere_closes_the_session_and_asks_for_nothing_more(tmp_
 @pytest.mark.parametrize(
     ("agent", "fields", "says"),
     [
-        ({"tools": ["bash", "teleport"]}, {}, "teleport.*bash, ipython, file_editor, submit"),
+        ({"tools": ["bash", "teleport"]}, {}, "teleport.*bash, ipython, file_editor, web_search, web_fetch, submit"),
         ({"tools": ["bash"], "sandbox": None}, {}, "bash needs a sandbox"),
         ({}, {"agent_type": "no_such_agent"}, r"no_such_agent/app\.py"),
         ({}, {"resources_type": "no_such_world"}, r"no_such_world/app\.py"),

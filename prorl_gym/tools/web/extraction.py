@@ -1,0 +1,41 @@
+"""The text of a page. Loaded by path into a worker process: pages are hostile ground, down to their charset.
+
+Stands alone: nothing of the package is visible in there.
+"""
+
+import base64
+from typing import Any
+
+import trafilatura
+
+
+def grade(request: dict[str, Any]) -> dict[str, Any]:
+    """Read `body` (base64), which its server says is in `charset`, as found at `url`; HTML becomes Markdown."""
+    body = base64.b64decode(request["body"])
+    text = _decoded(body, request.get("charset"))
+    if not request["html"]:
+        return {"title": "", "text": _sound(text if text is not None else body.decode("utf-8", "replace"))}
+    page: bytes | str = body if text is None else text
+    tree = trafilatura.load_html(page)
+    if tree is None:
+        return {"title": "", "text": ""}
+    title = " ".join((tree.findtext(".//title") or "").split())
+    found = trafilatura.extract(
+        page, url=request["url"], output_format="markdown", include_links=True, include_tables=True, favor_recall=True
+    )
+    return {"title": _sound(title[:300]), "text": _sound(found or trafilatura.html2txt(page) or "")}
+
+
+def _decoded(body: bytes, charset: str | None) -> str | None:
+    """As the server says, or None where it says nothing that is true."""
+    if not charset:
+        return None
+    try:
+        return body.decode(charset, "replace")
+    except (LookupError, ValueError):
+        return None
+
+
+def _sound(text: str) -> str:
+    """Without lone surrogates."""
+    return text.encode("utf-8", "replace").decode().strip()

@@ -7,6 +7,7 @@ import base64
 from typing import Any
 
 import trafilatura
+from trafilatura.utils import decode_file
 
 
 def grade(request: dict[str, Any]) -> dict[str, Any]:
@@ -15,8 +16,11 @@ def grade(request: dict[str, Any]) -> dict[str, Any]:
     text = _decoded(body, request.get("charset"))
     if not request["html"]:
         return {"title": "", "text": _sound(text if text is not None else body.decode("utf-8", "replace"))}
-    page: bytes | str = body if text is None else text
+    page = decode_file(body) if text is None else text
     tree = trafilatura.load_html(page)
+    if tree is None or tree.tag != "html":  # a mere fragment, which the library leaves alone
+        page = f"<html><body>{page}</body></html>"
+        tree = trafilatura.load_html(page)
     if tree is None:
         return {"title": "", "text": ""}
     title = " ".join((tree.findtext(".//title") or "").split())

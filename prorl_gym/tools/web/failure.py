@@ -3,7 +3,16 @@
 from typing import Literal
 
 FailureKind = Literal[
-    "bad_address", "refused", "unreachable", "timeout", "rate_limit", "captcha", "http", "unreadable", "provider"
+    "bad_address",
+    "bad_request",
+    "refused",
+    "unreachable",
+    "timeout",
+    "rate_limit",
+    "captcha",
+    "http",
+    "unreadable",
+    "provider",
 ]
 
 

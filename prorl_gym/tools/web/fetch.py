@@ -4,7 +4,6 @@ The invariant: the address comes from a model, so every connection goes through 
 (proxy, cookies, credentials) goes along, and what comes back is bytes that nobody has parsed yet.
 """
 
-import asyncio
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from prorl_gym.tools.web.captcha import asks_for_human
-from prorl_gym.tools.web.failure import WebFailure, seconds_asked
+from prorl_gym.tools.web.failure import FailureKind, WebFailure, seconds_asked
 from prorl_gym.tools.web.guard import ConnectRule, Refused, SystemResolver, guarded_connector
 
 HEADERS = {
@@ -31,6 +30,16 @@ _CHUNK_BYTES = 64 << 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RATE_LIMITED = 429
 _PASSING = frozenset({500, 502, 503, 504})
+_CERTIFICATE = (aiohttp.ClientConnectorCertificateError, aiohttp.ClientSSLError)
+_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, RuntimeError)
+_FOREIGN: tuple[tuple[tuple[type[Exception], ...], str, FailureKind, float | None], ...] = (
+    ((aiohttp.InvalidURL,), "is no host's name or address", "bad_address", None),
+    ((TimeoutError,), "did not answer in time", "unreachable", 0.0),
+    ((aiohttp.ClientConnectorDNSError,), "does not exist, or its name cannot be resolved", "unreachable", None),
+    (_CERTIFICATE, "has no valid certificate, or speaks no TLS", "unreachable", None),
+    (_BROKEN, "cannot be reached, or broke the connection off", "unreachable", 0.0),
+)
+"""The libraries' errors, the first that fits counts: what the model is told, and whether another attempt may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +234,9 @@ def _classified(error: Exception, url: URL) -> WebFailure:
     refusal = _refusal_in(error)
     if refusal is not None:
         return WebFailure(f"{url.host} is not fetched: {refusal}.", "refused")
-    if isinstance(error, aiohttp.InvalidURL):
-        return WebFailure(f"{url.host} is no host's name or address.", "bad_address")
-    if isinstance(error, asyncio.TimeoutError):
-        return WebFailure(f"{url.host} did not answer in time.", "unreachable", retry_after_s=0.0)
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return WebFailure(f"There is no host {url.host}, or its name cannot be resolved.", "unreachable")
-    if isinstance(
-        error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError | aiohttp.ClientConnectorSSLError
-    ):
-        return WebFailure(f"{url.host} has no valid certificate.", "unreachable")
-    if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError | RuntimeError):
-        return WebFailure(f"The connection to {url.host} failed or broke off.", "unreachable", retry_after_s=0.0)
+    for types, message, kind, wait_s in _FOREIGN:
+        if isinstance(error, types):
+            return WebFailure(f"{url.host} {message}.", kind, retry_after_s=wait_s)
     return WebFailure(f"{url.host} sent something that is no proper answer.", "http")
 
 

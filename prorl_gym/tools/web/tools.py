@@ -129,9 +129,9 @@ class WebTools:
     async def _search(self, arguments: Mapping[str, Any]) -> str:
         query = " ".join(str(arguments["query"]).split())
         if not query:
-            raise WebFailure("The query is empty.", "bad_address")
+            raise WebFailure("The query is empty.", "bad_request")
         if len(query) > MAX_QUERY_CHARACTERS:
-            raise WebFailure(f"The query is longer than {MAX_QUERY_CHARACTERS} characters.", "bad_address")
+            raise WebFailure(f"The query is longer than {MAX_QUERY_CHARACTERS} characters.", "bad_request")
         count = min(int(arguments.get("max_results") or self._config.max_results), self._config.max_results)
         hits = await self._persisting(lambda: self._provider.search(query, count), self._config.search_timeout_s)
         return "\n".join(_described(number, hit) for number, hit in enumerate(hits, 1)) or "No results."
@@ -169,7 +169,7 @@ class WebTools:
     def _part(self, text: str, start: int, *, cut: bool) -> str:
         """What one call shows of a text."""
         if start and start >= len(text):
-            raise WebFailure(f"The text has only {len(text)} characters; `start` must be less.", "bad_address")
+            raise WebFailure(f"The text has only {len(text)} characters; `start` must be less.", "bad_request")
         end = start + self._config.page_characters
         part = text[start:end]
         if end < len(text):

@@ -14,7 +14,7 @@ from prorl_gym.resources.graders import GraderPool
 from prorl_gym.tools.spec import ToolReply
 from prorl_gym.tools.web.guard import ConnectRule
 from prorl_gym.tools.web.provider import Hit, SearchProvider
-from prorl_gym.tools.web.tools import WebTools
+from prorl_gym.tools.web.tools import PageReader, WebTools
 
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,6 +72,22 @@ class Nothing(SearchProvider):
         return []
 
 
+class OnDemand:
+    """The real page reader, without isolation, started by the first page only."""
+
+    def __init__(self) -> None:
+        self._pool = GraderPool(EXTRACTION, None, workers=1, timeout_s=10)
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        await self._pool.stop()
+
+    async def grade(self, request: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
+        return await self._pool.grade(request, timeout_s=timeout_s)
+
+
 class Names(AbstractResolver):
     """Resolves the names of a test; one that has several addresses gives the next one each time."""
 
@@ -104,16 +120,12 @@ async def web_tools(
     rule: ConnectRule | None = None,
     provider: SearchProvider | None = None,
     resolver: AbstractResolver | None = None,
+    reader: PageReader | None = None,
     **config: Any,
 ) -> AsyncIterator[WebTools]:
-    """Started web tools with a real page reader, without isolation."""
-    tools = WebTools(
-        WebConfig.model_validate(config),
-        provider or Nothing(),
-        GraderPool(EXTRACTION, None, workers=1, timeout_s=10),
-        rule=rule,
-        resolver=resolver,
-    )
+    """Started web tools."""
+    settings = WebConfig.model_validate(config)
+    tools = WebTools(settings, provider or Nothing(), reader or OnDemand(), rule=rule, resolver=resolver)
     await tools.start()
     try:
         yield tools

@@ -51,6 +51,7 @@ class ProcessRuntime(Runtime):
         self._address: LoopbackLease | None = None
         self._making: asyncio.Task[SandboxRecord] | None = None
         self._record: SandboxRecord | None = None
+        self._spawning: asyncio.Task[SpawnedProcess] | None = None
         self._process: SpawnedProcess | None = None
         self._channel: ToolChannel | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -148,22 +149,8 @@ class ProcessRuntime(Runtime):
         folder = Path(self._record.folder)
         ours, theirs = socket.socketpair()
         try:
-            tool_server = [*self._host.tools.command(inside=self._inside()), str(SOCKET_DESCRIPTOR)]
-            output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                self._process = await self._host.launcher.spawn(
-                    self._command(folder, tool_server),
-                    environment=self._outer_environment(folder),
-                    folder=folder,
-                    output=output,
-                    descriptors=[theirs.fileno()],
-                    uid=lease.uid,
-                    binds=await asyncio.to_thread(self._binds, folder, lease.uid),
-                    cgroups=[Path(group)] if (group := self._record.memory_group) is not None else [],
-                )
-            finally:
-                os.close(output)
-                theirs.close()
+            self._spawning = asyncio.create_task(self._spawn(self._record, theirs, lease.uid))
+            self._process = await asyncio.shield(self._spawning)
             process = (self._process.pid, self._process.start_time)
             self._record = dataclasses.replace(self._record, process=process)
             self._host.write(self._record)
@@ -175,6 +162,27 @@ class ProcessRuntime(Runtime):
             ours.close()
             raise
         await self._greet(folder)
+
+    async def _spawn(self, record: SandboxRecord, theirs: socket.socket, uid: int | None) -> SpawnedProcess:
+        """A task of its own, so that a cancelled start does not lose sight of what it asked for."""
+        folder = Path(record.folder)
+        with theirs:
+            tool_server = [*self._host.tools.command(inside=self._inside()), str(SOCKET_DESCRIPTOR)]
+            binds = await asyncio.to_thread(self._binds, folder, uid)
+            output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                return await self._host.launcher.spawn(
+                    self._command(folder, tool_server),
+                    environment=self._outer_environment(folder),
+                    folder=folder,
+                    output=output,
+                    descriptors=[theirs.fileno()],
+                    uid=uid,
+                    binds=binds,
+                    cgroups=[Path(record.memory_group)] if record.memory_group is not None else [],
+                )
+            finally:
+                os.close(output)
 
     async def _greet(self, folder: Path) -> None:
         settings = {
@@ -240,6 +248,10 @@ class ProcessRuntime(Runtime):
         self._stopped = True
         if self._channel is not None:
             self._channel.send({"op": "shutdown", "grace_s": _STOP_GRACE_S})
+        if self._process is None and self._spawning is not None:  # the start was cancelled meanwhile
+            await asyncio.wait([self._spawning])
+            if not self._spawning.cancelled() and self._spawning.exception() is None:
+                self._process = self._spawning.result()
         process = self._process
         if process is not None and not await _ended(process, _EXIT_S if self._channel is not None else 0.0):
             self._host.launcher.signal(process, signal.SIGKILL)

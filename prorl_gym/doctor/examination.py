@@ -191,7 +191,7 @@ def _host_marker() -> Iterator[str]:
 
 
 def _spec(config: ProrlConfig, kind: RuntimeKind, scratch: Path) -> SandboxSpec:
-    """What the configuration asks of this kind, without a network; an empty image where one is wanted and none named."""
+    """What the configuration asks of this kind, without a network; an empty image where none is named."""
     asked = config.runtime.kind == kind
     image = config.runtime.image if asked else None
     if image is None:

@@ -80,6 +80,13 @@ def plant(marker: str) -> list[str]:
     return planted
 
 
+def uproot(paths: list[str]) -> None:
+    """Remove what was planted."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def readable(paths: list[str]) -> list[str]:
     """Which of these files and folders can be looked into."""
     found = []
@@ -91,6 +98,11 @@ def readable(paths: list[str]) -> list[str]:
                 open(path, "rb").close()
             found.append(path)
     return found
+
+
+def sees_own_processes() -> bool:
+    """Whether /proc is of the same process ids as this process."""
+    return os.readlink("/proc/self") == str(os.getpid())
 
 
 def processes_with(marker: str) -> list[int]:

@@ -20,6 +20,8 @@ async def processes_are_hidden(pair: Neighbours) -> Finding:
     name = "other processes"
     if not pair.separate:
         return _unisolated(pair, name, "the sandbox shares the host's process ids")
+    if not await ask(pair.second, inside.sees_own_processes):
+        return failed(name, "/proc inside is the host's, though process ids are not", _REPORT)
     await ask(pair.first, inside.leaves_processes, 1)
     found = await ask(pair.second, inside.processes_with, pair.marker)
     if found:
@@ -31,8 +33,11 @@ async def files_are_hidden(pair: Neighbours) -> Finding:
     """Neither another job's files nor the service's state are seen."""
     name = "other files"
     planted = await ask(pair.first, inside.plant, pair.marker)
-    shadow, secrets = "/etc/shadow", [*pair.subject.state_folders(), *_folders_with(pair)]
-    found = await ask(pair.second, inside.readable, [*planted, *secrets, shadow])
+    try:
+        places = [*planted, *_on_host(pair), *pair.subject.state_folders(), "/etc/shadow"]
+        found = await ask(pair.second, inside.readable, places)
+    finally:
+        await ask(pair.first, inside.uproot, planted)
     if not found:
         return ok(name, f"another job's ({len(planted)} places), paths.state and /etc/shadow cannot be read")
     return _unisolated(pair, name, f"can be read inside: {', '.join(found)}")
@@ -86,10 +91,9 @@ def _unisolated(pair: Neighbours, name: str, words: str) -> Finding:
     return failed(name, words, _REPORT)
 
 
-def _folders_with(pair: Neighbours) -> list[str]:
-    """Folders on the host that hold the first sandbox's planted files: what the second must not find by that path."""
-    places = (pair.subject.config.paths.state.resolve(), Path(f"/var/tmp/prorl_gym-{os.geteuid()}"))  # noqa: S108
-    return [path for place in places for path in glob.glob(f"{place}/sandboxes/*/*/{pair.marker}")]
+def _on_host(pair: Neighbours) -> list[str]:
+    """The first sandbox's planted files by their paths on the host, where they are on a disk of it."""
+    return [path for place in pair.subject.state_folders() for path in glob.glob(f"{place}/*/*/{pair.marker}")]
 
 
 def _uid_of(pid: int | None) -> int | None:

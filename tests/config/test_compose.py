@@ -70,6 +70,8 @@ def test_each_mistake_has_a_line_and_none_is_said_twice() -> None:
 def test_a_group_chosen_twice_is_refused_instead_of_dropped() -> None:
     message = refusal("environment=[math]", "+environment=math")
     assert "environment: chosen 2 times (environment=[math] +environment=math)" in message
+    assert "write 'environment=[math]'" in message
+    assert refusal("runtime=local", "runtime=bubblewrap").endswith("keep one of them")
 
 
 def test_gym_values_are_set_and_deleted() -> None:

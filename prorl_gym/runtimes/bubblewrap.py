@@ -114,7 +114,7 @@ class BubblewrapRuntime(ProcessRuntime):
             "--proc", "/proc", "--dev", "/dev", "--size", str(shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm",  # noqa: S108
             "--ro-bind", str(self._host.tools.folder), MOUNT_POINT,
             *(word for inside, outside in binds.items() for word in ("--bind", str(outside), inside)),
-            "--remount-ro", "/", "--chdir", self.spec.workdir, "--", *tool_server,
+            "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.spec.workdir, "--", *tool_server,
         ]  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:

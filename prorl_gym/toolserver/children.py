@@ -69,8 +69,9 @@ class Children:
             self._owned.pop(pid, None)
 
     def reap(self) -> None:
-        """Collect every child that has ended."""
+        """Collect every child that has ended, and have owned ones that were stopped go on: nobody else would."""
         with self._lock:
+            self._continue_stopped()
             while True:
                 try:
                     pid, status = os.waitpid(-1, os.WNOHANG)
@@ -80,6 +81,12 @@ class Children:
                     return
                 if pid in self._owned:
                     self._owned[pid] = os.waitstatus_to_exitcode(status)
+
+    def _continue_stopped(self) -> None:
+        for pid in self._owned:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    os.kill(pid, signal.SIGCONT)
 
     def status(self, pid: int) -> int | None:
         """Exit code of an owned child (negative: killed by that signal); None while it runs."""

@@ -76,6 +76,8 @@ class FileEditor:
             return Reply(f"Error: the new text does not fit the file's encoding: {error}", error=True)
         except OSError as error:
             return Reply(f"Error: {arguments['path']}: {error.strerror or error}", error=True)
+        except ValueError as error:
+            return Reply(f"Error: {arguments['path']!a} is no path: {error}", error=True)
 
     def _view(self, path: Path, arguments: dict[str, Any]) -> str:
         if path.is_dir():

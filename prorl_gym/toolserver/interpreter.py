@@ -58,6 +58,10 @@ class Interpreter(ABC):
     def kill(self) -> None:
         """End the process and close its descriptors; harmless when there is none."""
 
+    def is_mute(self) -> bool:
+        """Whether it waits for more to do: when the piece's end was not reported by then, it never will be."""
+        return False
+
     @abstractmethod
     def folder(self) -> str | None:
         """Its working directory, None when it cannot be told."""

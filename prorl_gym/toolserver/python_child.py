@@ -11,12 +11,15 @@ import os
 import signal
 import site
 import sys
-import traceback
+import warnings
+from os import _exit, dup2, fstat, getpid, pread, read, write  # by name: a cell may replace what `os` holds
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .interpreter import end_mark
 from .python_session import CONTROL_FD, STATUS_FD, TEXT_FD
+
+_SHOWN_FRAMES = 12
 
 
 def main(workdir: str) -> None:
@@ -31,52 +34,63 @@ def main(workdir: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    owner = os.getpid()
+    owner = getpid()
     shell = _make_shell()
     pending = b""
-    while chunk := os.read(CONTROL_FD, 4096):
+    while chunk := read(CONTROL_FD, 4096):
         *nonces, pending = (pending + chunk).split(b"\n")
         for nonce in nonces:
             _restore_streams(marks)
-            ok = _run(shell, os.pread(TEXT_FD, os.fstat(TEXT_FD).st_size, 0).decode("utf-8", "replace"))
+            ok = _run(shell, pread(TEXT_FD, fstat(TEXT_FD).st_size, 0).decode("utf-8", "replace"))
             _flush()
-            if os.getpid() != owner:
-                os._exit(0)
-            os.write(marks, end_mark(nonce.decode()))
-            os.write(STATUS_FD, nonce + (b" 0\n" if ok else b" 1\n"))
+            if getpid() != owner:
+                _exit(0)
+            write(marks, end_mark(nonce.decode()))
+            write(STATUS_FD, nonce + (b" 0\n" if ok else b" 1\n"))
 
 
 def _run(shell: Any, code: str) -> bool:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return bool(shell.run_cell(code, store_history=True).success)
+            shell.told = False
+            result = shell.run_cell(code, store_history=True)
+            if not result.success and not shell.told:
+                _tell(result.error_before_exec or result.error_in_exec)
+                if not shell.run_cell("0;", silent=True).success:
+                    raise RuntimeError
+            return bool(result.success)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:  # between two lines of IPython's own code
         print("KeyboardInterrupt", file=sys.__stderr__)
     except SystemExit:
         pass
-    except BaseException:  # noqa: BLE001 - a cell may have broken IPython itself; the session goes on
-        with contextlib.suppress(Exception):
-            traceback.print_exc(file=sys.__stderr__)
+    except BaseException:  # noqa: BLE001 - nothing that a cell did not break gets here
+        write(2, b"a cell has changed functions that Python itself needs: no other cell can run\n")
+        _exit(1)
     return False
+
+
+def _tell(error: BaseException | None) -> None:
+    """Say what IPython could not, because a cell has broken what it says it with."""
+    if error is not None and type(error).__name__ not in {"UsageError", "KeyboardInterrupt"}:
+        write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
 
 
 def _restore_streams(output: int) -> None:
     """Undo what an earlier cell did to the streams for good: closed descriptors, objects that cannot be written."""
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    dup2(output, 1)
+    dup2(output, 2)
     for name in ("stdout", "stderr"):
-        if getattr(getattr(sys, name), "closed", True):
-            setattr(sys, name, getattr(sys, f"__{name}__"))
+        if getattr(getattr(sys, name, None), "closed", True):
+            setattr(sys, name, getattr(sys, f"__{name}__", None))
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
         with contextlib.suppress(Exception):  # a cell may have put anything there
-            if stream is not None:
-                stream.flush()
+            getattr(sys, name).flush()
 
 
 def _make_shell() -> Any:
@@ -115,6 +129,7 @@ def _make_shell() -> Any:
     class Shell(InteractiveShell):  # type: ignore[misc]
         """IPython's shell without a terminal."""
 
+        told = False
         displayhook_class = Hook
         display_pub_class = Publisher
 
@@ -124,6 +139,16 @@ def _make_shell() -> Any:
         def init_readline(self) -> None:
             pass
 
+        def _showtraceback(self, etype: object, evalue: object, stb: list[str]) -> None:
+            """Straight to the output: what a cell put in place of `sys.stdout` may hide or refuse it."""
+            if len(stb) > 2 * _SHOWN_FRAMES:
+                left_out = f"  [{len(stb) - 2 * _SHOWN_FRAMES} more]"
+                stb = [*stb[:_SHOWN_FRAMES], left_out, *stb[-_SHOWN_FRAMES:]]
+            self.told = True
+            _flush()
+            with os.fdopen(os.dup(1), "wb") as output:
+                output.write(self.InteractiveTB.stb2text(stb).encode("utf-8", "replace") + b"\n")
+
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.xmode = "Plain"
@@ -132,6 +157,7 @@ def _make_shell() -> Any:
     with contextlib.suppress(Exception):  # the name differs between IPython 8 and 9; escapes are stripped in any case
         shell.colors = "nocolor"
     shell.system = shell.system_raw
+    warnings.filterwarnings("ignore", message="To exit: use")
     site.sethelper()
     builtins.input = refuse
     import getpass

@@ -68,7 +68,7 @@ class ToolServer:
         self._sessions: dict[str, Session] = {}
         self._calls: dict[int, tuple[Session, Call]] = {}
         self._sending = threading.Lock()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Answer until the host closes the connection, then end every process below this one."""
@@ -106,15 +106,15 @@ class ToolServer:
             self._submit(number, header["tool"], float(header["timeout_s"]), json.loads(body))
         elif operation == "call":
             arguments = json.loads(body)
-            self._jobs.put(lambda: self._answer(number, self._edit(arguments)))
+            self._jobs.put((number, lambda: self._answer(number, self._edit(arguments))))
         elif operation == "cancel":
             if number in self._calls:
                 session, call = self._calls[number]
                 session.cancel(call)
         elif operation == "write":
-            self._jobs.put(lambda: self._write(number, header, body))
+            self._jobs.put((number, lambda: self._write(number, header, body)))
         elif operation == "read":
-            self._jobs.put(lambda: self._read(number, header))
+            self._jobs.put((number, lambda: self._read(number, header)))
         elif operation == "seal":
             self._seal(number)
         else:
@@ -179,7 +179,7 @@ class ToolServer:
     def _write(self, number: int, header: dict[str, Any], body: bytes) -> None:
         try:
             write_chunk(self._path(header), int(header["offset"]), body, header.get("mode"))
-        except (OSError, NotAFile) as error:
+        except (OSError, NotAFile, ValueError) as error:  # a path with a NUL, or one that is no UTF-8, is a ValueError
             self._fail(number, error)
         else:
             self._send({"id": number})
@@ -187,7 +187,7 @@ class ToolServer:
     def _read(self, number: int, header: dict[str, Any]) -> None:
         try:
             chunk, size = read_chunk(self._path(header), int(header["offset"]))
-        except (OSError, NotAFile) as error:
+        except (OSError, NotAFile, ValueError) as error:
             self._fail(number, error)
         else:
             self._send({"id": number, "size": size}, chunk)
@@ -215,7 +215,11 @@ class ToolServer:
 
     def _work(self) -> None:
         while True:
-            self._jobs.get()()
+            number, job = self._jobs.get()
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - this one failed; the thread is there for the next
+                self._fail(number, error)
 
     def _end_all(self, grace_s: float) -> None:
         """Ask what the agent left running to end, then force it. As PID 1 the kernel does the rest at our exit."""

@@ -27,6 +27,7 @@ _HARD_AFTER_S = 1.0
 _HARD_EVERY_S = 0.1
 _KILL_AFTER_S = 2.0
 _MARK_WAIT_S = 1.0
+_MUTE_LOOK_S = 1.0
 _BACKGROUND_BYTES = 4096
 
 
@@ -146,6 +147,9 @@ class _Run:
         self._ended = False
         self._output_closed = False
         self._timed_out = False
+        self._mute = False
+        self._next_look = time.monotonic() + _MUTE_LOOK_S
+        self._was_mute = False
 
     def run(self) -> Reply:
         interpreter, notes = self._interpreter, []
@@ -177,9 +181,12 @@ class _Run:
         self._status = self._status if status is None else status
         folder = interpreter.folder()
         interpreter.kill()
-        what = (
-            "did not react and was killed" if killed else "ended" if status is None else f"ended with status {status}"
-        )
+        if self._mute:
+            what = "no longer tells when a command has ended, as when `builtin` is redefined, and was killed"
+        elif killed:
+            what = "did not react and was killed"
+        else:
+            what = "ended" if status is None else f"ended with status {status}"
         try:
             interpreter.start()
         except StartFailed as error:
@@ -202,7 +209,7 @@ class _Run:
             text = text + ("" if not text or text.endswith("\n") else "\n") + "\n".join(f"[{n}]" for n in notes)
         return Reply(
             text,
-            error=bool(code) or self._timed_out or self._ended,
+            error=bool(code) or self._timed_out or self._ended or self._mute,
             timed_out=self._timed_out,
             exit_code=code if self._interpreter.has_exit_codes else None,
             details=details,
@@ -219,6 +226,8 @@ class _Run:
             now = time.monotonic()
             if self._done(now):
                 return False
+            if not interrupted_at and self._falls_silent(now):
+                return True
             if not interrupted_at and (self._call.cancelled or now >= self._call.deadline):
                 interrupted_at, next_step = now, now + _HARD_AFTER_S
                 self._timed_out = True
@@ -228,7 +237,7 @@ class _Run:
                     return True
                 interpreter.interrupt(self._nonce, hard=True)
                 next_step = now + _HARD_EVERY_S
-            until = next_step if interrupted_at else self._call.deadline
+            until = next_step if interrupted_at else min(self._call.deadline, self._next_look)
             if self._status is not None:
                 until = min(until, self._status_at + _MARK_WAIT_S)
             ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5)}
@@ -237,10 +246,18 @@ class _Run:
             if interpreter.output_fd in ready:
                 self._read_output(poll)
             if interpreter.status_fd in ready:
-                self._read_status()
+                self._read_status(poll)
             if interpreter.pid_fd in ready:
                 self._read_output(poll)  # what it left in the pipe
                 self._ended = not self._done(now)
+
+    def _falls_silent(self, now: float) -> bool:
+        """Whether two looks in a row found that no report can come any more."""
+        if now >= self._next_look:
+            mute = self._status is None and self._interpreter.is_mute()
+            self._mute = mute and self._was_mute
+            self._was_mute, self._next_look = mute, now + _MUTE_LOOK_S
+        return self._mute
 
     def _done(self, now: float) -> bool:
         if self._ended:
@@ -270,8 +287,10 @@ class _Run:
             self._output.append(window[:-keep])
             self._pending = window[-keep:]
 
-    def _read_status(self) -> None:
+    def _read_status(self, poll: select.poll) -> None:
         chunk = _read(self._interpreter.status_fd) or b""
+        if not chunk:
+            poll.unregister(self._interpreter.status_fd)
         *lines, rest = (self._status_text + chunk).split(b"\n")
         self._status_text = rest[-256:]
         for line in lines:

@@ -21,7 +21,10 @@ from .children import Children
 from .interpreter import Interpreter, StartFailed
 
 _TERMINAL, _TEXT, _STATUS = 210, 211, 212
-_PREAMBLE = b"PS1= PS2= HISTFILE=; set +o history +H; builtin unset -v PROMPT_COMMAND MAILCHECK BASH_ENV\n"
+_PREAMBLE = (
+    b"PS1= PS2= HISTFILE=; set +o history +H; builtin unset -v PROMPT_COMMAND MAILCHECK BASH_ENV; "
+    b"alias less=cat more=cat most=cat\n"  # which would wait for a key
+)
 _ROWS_COLUMNS = (50, 200)
 _PR_SET_DUMPABLE = 4
 
@@ -98,14 +101,26 @@ class Shell(Interpreter):
         raw = text.encode("utf-8", "replace")
         os.ftruncate(self._text, 0)
         os.pwrite(self._text, raw, 0)
-        run = f"{{ . /dev/fd/{_TEXT}; }} </dev/null 1>&{_TERMINAL} 2>&{_TERMINAL} {_TERMINAL}>&- {_STATUS}>&-\n"
+        run = (  # no braces: the redirections are the builtin's own, so that `set -x` says nothing of this line
+            f"\\builtin . /dev/fd/{_TEXT} </dev/null 1>&{_TERMINAL} 2>&{_TERMINAL} {_TERMINAL}>&- {_STATUS}>&-\n"
+        )
         os.write(self._control, run.encode() + self._report(nonce))
 
     def _report(self, nonce: str) -> bytes:
         return (
-            f"builtin printf '%s %s\\n' {nonce} $? >&{_STATUS}; "
-            f"builtin printf '\\033]prorl:%s\\007' {nonce} >&{_TERMINAL}; builtin set +e\n"
+            f"\\builtin printf '%s %s\\n' {nonce} $? >&{_STATUS}; "
+            f"\\builtin printf '\\033]prorl:%s\\007' {nonce} >&{_TERMINAL}; \\builtin set +e; "
+            "[[ $- != *r* ]] || \\builtin exit\n"  # a restricted shell reads no more commands from us
         ).encode()
+
+    def is_mute(self) -> bool:
+        """Whether bash is reading the control pipe again; see the base class. Not known where the kernel hides it."""
+        try:
+            _, descriptor, *_ = Path(f"/proc/{self.pid}/syscall").read_text().split()
+            read_from = os.stat(f"/proc/{self.pid}/fd/{int(descriptor, 16)}")
+        except (OSError, ValueError):
+            return False
+        return read_from.st_ino == os.fstat(self._control).st_ino
 
     def _set_terminal(self) -> None:
         """Bytes pass unchanged, and a read of /dev/tty finds the end of the input at once instead of waiting."""

@@ -91,6 +91,18 @@ async def test_files_go_in_and_out(runtime, tmp_path):
     await bash(runtime, "rm blob")
 
 
+@pytest.mark.parametrize("path", ["nul\0", "half\ud800", "x" * 300, "a/" * 3000 + "b", "", "/"])
+async def test_a_path_that_cannot_be_is_an_error_and_files_still_go(runtime, path):
+    with pytest.raises((SandboxError, FileNotFoundError)):
+        await runtime.copy_out(path, max_bytes=100)
+    with pytest.raises(SandboxError):
+        await runtime.copy_in(b"x", path)
+    reply = await runtime.call("file_editor", {"command": "view", "path": path or "nul\0"}, timeout_s=5)
+    assert reply.error or path == "/"
+    await runtime.copy_in(b"still", "fine")
+    assert await runtime.copy_out("fine", max_bytes=100) == b"still"
+
+
 async def test_links_never_lead_the_host_astray(runtime, tmp_path):
     """The agent's links point at host files that only the service may read or write."""
     secret, target = tmp_path / "secret", tmp_path / "target"

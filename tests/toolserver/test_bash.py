@@ -115,7 +115,6 @@ async def test_a_timeout_keeps_the_output_and_the_shell(bash):
         "trap '' INT TERM HUP; while :; do :; done",
         "stty sane < /dev/tty; cat < /dev/tty",
         "exec sleep 60",
-        "kill -STOP $$",
     ],
 )
 async def test_whatever_does_not_end_is_ended(bash, command):
@@ -207,6 +206,64 @@ async def test_the_end_of_the_shell_is_told_and_a_new_one_started(bash, command,
     assert reply.exit_code == code
     assert time.monotonic() - started < 3
     assert (await bash("pwd; echo ${gone-unset}")).text == "/usr\nunset\n"
+
+
+@pytest.mark.parametrize("command", ["suspend", "kill -STOP $$", "kill -STOP 0", "sleep 9 & kill -STOP -1; kill -9 %1"])
+async def test_a_stopped_shell_goes_on(bash, command):
+    started = time.monotonic()
+    assert (await bash(f"{command}; echo on")).text == "on\n"
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "builtin() { :; }; printf() { :; }",
+        "enable -n builtin printf .",
+        "shopt -s extdebug; trap 'false' DEBUG",
+        "cat /proc/$$/fd/10 >/dev/null & sleep 0.1; echo next",  # takes the lines that are meant for the shell
+    ],
+)
+async def test_a_shell_that_cannot_report_is_replaced_long_before_the_timeout(bash, command):
+    started = time.monotonic()
+    replies = [await bash(command, timeout_s=60), await bash("echo here", timeout_s=60)]
+    assert any("no longer tells when a command has ended" in reply.text for reply in replies)
+    assert time.monotonic() - started < 10
+    assert (await bash("echo here")).text == "here\n"
+
+
+async def test_a_restricted_shell_is_replaced(bash):
+    await bash("set -r")
+    await bash("cd /")
+    assert (await bash("cd / && pwd")).text == "/\n"
+
+
+async def test_names_that_the_shell_itself_uses_may_be_redefined(bash):
+    await bash(
+        "set() { echo mine; }; printf() { echo mine; }; alias .=false builtin=false; IFS=x; readonly IFS PS1 PS2"
+    )
+    assert (await bash("echo a; (exit 4)")).text == "a\n[exit code 4]"
+    assert (await bash("printf x; set -e; unalias . builtin; unset -f printf set")).text == "mine\nmine\n"
+
+
+async def test_tracing_shows_the_agents_commands_only(bash):
+    await bash("set -x")
+    assert "211" not in (await bash("echo hi")).text
+    await bash("set +x")
+
+
+async def test_explicit_pagers_do_not_wait(bash):
+    reply = await bash("seq 200 > /tmp/long; less /tmp/long; more /tmp/long")
+    assert reply.text.split().count("200") == 2
+    assert not reply.timed_out
+
+
+async def test_closed_descriptors_end_the_shell_at_once(bash):
+    started = time.monotonic()
+    reply = await bash('for i in {3..255}; do eval "exec $i>&-"; done')
+    assert "a new one was started" in reply.text
+    assert time.monotonic() - started < 3
+    assert (await bash("echo ok")).text == "ok\n"
 
 
 async def test_errexit_does_not_outlive_its_call(bash):

@@ -155,6 +155,42 @@ async def test_closed_and_replaced_streams_are_survived(cell):
     assert (await cell("1")).text == "1\n"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.write = os.read = os.pread = None; os.getpid = lambda: 1",
+        "import sys; del sys.stdout, sys.stderr",
+        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    ],
+)
+async def test_what_a_cell_does_to_python_does_not_end_the_session(cell, code):
+    await cell("kept = 'here'")
+    await cell(code)
+    assert (await cell("kept")).text == "'here'\n"
+
+
+async def test_errors_are_seen_whatever_stands_for_stdout(cell):
+    reply = await cell("import io, sys; sys.stdout = io.StringIO(); 1/0")
+    assert "ZeroDivisionError" in reply.text
+    await cell("sys.stdout = sys.__stdout__")
+
+
+@pytest.mark.parametrize("code", ["import builtins; builtins.len = None", "import sys; sys.modules.clear()"])
+async def test_a_session_that_can_run_nothing_any_more_is_replaced(cell, code):
+    """It would fail every cell, that which puts it right too."""
+    await cell(code)
+    replies = [await cell("40 + 2"), await cell("40 + 2")]
+    assert "no other cell can run" in replies[0].text
+    assert "a new one was started" in replies[0].text
+    assert replies[1].text == "42\n"
+
+
+async def test_endless_recursion_is_a_short_traceback(cell):
+    reply = await cell("def again(): again()\nagain()")
+    assert "RecursionError" in reply.text
+    assert len(reply.text) < 3000
+
+
 async def test_cells_import_from_the_working_directory(cell, runtime):
     await runtime.copy_in(b"answer = 42\n", "my_module.py")
     assert (await cell("import my_module; my_module.answer")).text == "42\n"

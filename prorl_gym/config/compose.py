@@ -121,13 +121,12 @@ class _Groups:
         for key, times in Counter(override.key for override in choices).items():
             if times > 1:
                 same = [override for override in choices if override.key == key]
-                listed = dict.fromkeys(
+                names = dict.fromkeys(
                     str(v) for o in same for v in (o.value if isinstance(o.value, list) else [o.value])
                 )
-                advice = f"write '{key}=[{','.join(listed)}]'" if key == "environment" else "keep one of them"
-                raise ConfigError(
-                    f"{key}: chosen {times} times ({' '.join(o.line for o in same)}), and only one would count; {advice}"
-                )
+                advice = f"write '{key}=[{','.join(names)}]'" if key == "environment" else "keep one of them"
+                chosen = " ".join(override.line for override in same)
+                raise ConfigError(f"{key}: chosen {times} times ({chosen}), and only one would count; {advice}")
         for override in choices:
             if override.action == "delete":
                 continue

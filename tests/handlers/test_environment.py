@@ -1,6 +1,7 @@
 """The generic handler through the pipeline: what is scored, what is masked, and that nothing stays open."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from prorl_gym.pipeline import Pipeline
 from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.testing import Reply, ScriptedLlm
 from prorl_gym.types import JobRequest, JobResult, SamplingParams, StageTimeouts
+from tests.runtimes.base_image import base_image
 
 from .kit import ask, call, config_of, environment, registry_of, serving
 
@@ -82,6 +84,25 @@ async def test_a_job_from_seed_to_score(tmp_path: Path, kind: str) -> None:
     assert provenance["sandbox"]["kind"] == kind
     assert provenance["sampling"]["max_tokens"] == 300
     assert len(provenance["tokenizer_digest"]) == 64
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", pytest.param("apptainer", marks=pytest.mark.apptainer)])
+async def test_setup_has_a_network_that_the_agent_has_not(tmp_path: Path, kind: str) -> None:
+    """In Apptainer it is root too: what it puts into the image's folders is there for the agent."""
+    look = "readlink /proc/self/ns/net"
+    script = [Reply(text=call("bash", command=f"cat setup.txt; {look}; cat /usr/own")), Reply(text="The end.")]
+    commands = [f"{look} > setup.txt", *(["echo installed > /usr/own"] if kind == "apptainer" else [])]
+    sandbox = {"setup": commands, "setup_network": "host"}
+    image = {"image": str(base_image() / "base.sif")} if kind == "apptainer" else {}
+    config = config_of(tmp_path, world(tmp_path, {"sandbox": sandbox}), runtime={"kind": kind, **image})
+    async with ScriptedLlm(script) as llm, serving(config, llm) as pipeline:
+        result = await result_of(pipeline, ask())
+    assert result.status == "completed", result.error
+    at_setup, in_run, installed, *_ = next(m.content for m in result.messages if m.role == "tool").splitlines()
+    assert at_setup == os.readlink("/proc/self/ns/net")
+    assert in_run.startswith("net:[")
+    assert in_run != at_setup
+    assert ("installed" == installed) == (kind == "apptainer")
 
 
 async def test_no_sandbox_and_the_real_math_environment(tmp_path: Path) -> None:

@@ -266,6 +266,8 @@ class JobResult(_Reply):
     filter: bool = False
     failure: Failure | None = None
     error: str | None = None
+    traceback: str | None = None
+    """A name of the released format, always null here: where a fault was raised is in the service's log."""
     critical_error: Literal["init", "run", "eval", "timeout", "cancelled"] | None = None
     messages: list[Message] = []
     tools: list[dict[str, Any]] = []

@@ -135,6 +135,7 @@ class Outcome:
             "failure": failure
             and {"stage": failure.stage, "kind": failure.kind, "message": json_safe(failure.message)},
             "error": failure and json_safe(failure.message),
+            "traceback": None,
             "critical_error": self.critical_error,
             "finish": self.stop_reason in _FINISHED,
             "end_properly": self.stop_reason is not None and self.stop_reason.terminated,

@@ -34,7 +34,10 @@ async def test_released_clients_request_is_understood(client: Client) -> None:
     }
     status, result = await client.post("/process", body)
     assert status == 200
-    assert set(result) >= {"messages", "success", "error", "finish", "resolved", "critical_error", "filter", "timing"}
+    assert set(result) >= {
+        "instance_id", "trajectory_id", "git_patch", "success", "error", "traceback", "finish", "messages", "tools",
+        "end_properly", "resolved", "critical_error", "filter", "timing",
+    }  # fmt: skip
     assert "ignored in sampling_params: api_key, model" in result["warnings"]
 
 

@@ -7,6 +7,7 @@ stops what was started. Sandboxes are made by the RuntimeFactory alone, as the s
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import subprocess
 import tempfile
@@ -35,6 +36,8 @@ _CHECK_S = 45.0
 _PREPARE_S = 240.0
 _MODEL_S = 180.0
 _HOST_VARIABLE = "PRORL_GYM_DOCTOR"
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Programs colour their complaints."""
 _SANDBOX_VARIABLE = "PRORL_DOCTOR_MARKER"
 
 PAIR_CHECKS: dict[str, Callable[[Neighbours], Awaitable[Finding]]] = {
@@ -166,7 +169,7 @@ class Examination:
         return all(finding.status != "failed" for finding in findings)
 
     def _add(self, finding: Finding, area: str) -> None:
-        finding = replace(finding, area=area)
+        finding = replace(finding, area=area, detail=_TERMINAL_CODES.sub("", finding.detail))
         self.findings.append(finding)
         self._report(finding)
 

@@ -23,7 +23,8 @@ _FIXES = {
               "let it read /proc/PID/smaps_rollup of its sandboxes",
     "processes": "run on Linux 5.14 or later, or the service as root: before, the limit counts all of a user's",
     "file": "this kernel does not hold RLIMIT_FSIZE: put paths.state on a file system with a quota",
-    "disk": "runtime=apptainer has a layer of that size; else put paths.state on a file system with a quota",
+    "disk": "runtime=apptainer has a layer of that size, and so has runtime.disk=memory; else put paths.state on a file "
+            "system with a quota",
     "output": "report it with this output",
 }  # fmt: skip
 
@@ -66,7 +67,7 @@ async def disk_limit(subject: Subject) -> Finding:
 
     async def over(sandbox: Runtime) -> tuple[bool, str]:
         answer = await ask(sandbox, inside.writes, _WRITTEN_BYTES, _FILE_BYTES)
-        held = answer["stopped"] is not None and answer["written"] <= _DISK_BYTES
+        held = answer["stopped"] is not None  # what a FUSE layer has buffered may be beyond the limit by then
         return held, f"{_mb(answer['written'])} were written with a limit of {_mb(_DISK_BYTES)}"
 
     return await _judge(subject, "disk", Limits(disk_bytes=_DISK_BYTES), over)

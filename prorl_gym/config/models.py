@@ -172,6 +172,8 @@ class RuntimeConfig(_Model):
     """Apptainer: pass the host's NVIDIA GPUs through (`--nv`)."""
     workdir: str = "/workspace"
     start_timeout_s: PositiveSeconds = 60.0
+    disk: Literal["host", "memory"] = "host"
+    """Bubblewrap: agents write to the file system of `paths.state`, or to memory, where `limits.disk_mb` holds."""
     limits: SandboxLimits = SandboxLimits()
 
 

@@ -23,8 +23,7 @@ _FIXES = {
               "let it read /proc/PID/smaps_rollup of its sandboxes",
     "processes": "run on Linux 5.14 or later, or the service as root: before, the limit counts all of a user's",
     "file": "this kernel does not hold RLIMIT_FSIZE: put paths.state on a file system with a quota",
-    "disk": "runtime=apptainer has a layer of that size, and so has runtime.disk=memory; else put paths.state on a file "
-            "system with a quota",
+    "disk": "set runtime.disk=memory, choose runtime=apptainer, or put paths.state on a file system with a quota",
     "output": "report it with this output",
 }  # fmt: skip
 
@@ -38,7 +37,7 @@ async def memory_limit(subject: Subject) -> Finding:
         what = f"a process that took {_mb(_TAKEN_BYTES)} with a limit of {_mb(_MEMORY_BYTES)}"
         return not answer["held"], f"{what} was " + ("let" if answer["held"] else "ended; the sandbox lives on")
 
-    return await _judge(subject, "memory", Limits(memory_bytes=_MEMORY_BYTES), over)
+    return await _judge(subject, "memory", replace(subject.spec.limits, memory_bytes=_MEMORY_BYTES), over)
 
 
 async def process_limit(subject: Subject) -> Finding:
@@ -48,7 +47,7 @@ async def process_limit(subject: Subject) -> Finding:
         started = await ask(sandbox, inside.starts_processes, _STARTED)
         return started <= _PROCESSES, f"{started} of {_STARTED} more processes started with a limit of {_PROCESSES}"
 
-    return await _judge(subject, "processes", Limits(processes=_PROCESSES), over)
+    return await _judge(subject, "processes", replace(subject.spec.limits, processes=_PROCESSES), over)
 
 
 async def file_limit(subject: Subject) -> Finding:
@@ -59,7 +58,7 @@ async def file_limit(subject: Subject) -> Finding:
         held = answer["stopped"] is not None and answer["written"] <= _FILE_BYTES
         return held, f"{_mb(answer['written'])} of a file were written with a limit of {_mb(_FILE_BYTES)}"
 
-    return await _judge(subject, "file", Limits(file_bytes=_FILE_BYTES), over)
+    return await _judge(subject, "file", replace(subject.spec.limits, file_bytes=_FILE_BYTES), over)
 
 
 async def disk_limit(subject: Subject) -> Finding:
@@ -70,7 +69,7 @@ async def disk_limit(subject: Subject) -> Finding:
         held = answer["stopped"] is not None  # what a FUSE layer has buffered may be beyond the limit by then
         return held, f"{_mb(answer['written'])} were written with a limit of {_mb(_DISK_BYTES)}"
 
-    return await _judge(subject, "disk", Limits(disk_bytes=_DISK_BYTES), over)
+    return await _judge(subject, "disk", replace(subject.spec.limits, disk_bytes=_DISK_BYTES), over)
 
 
 async def output_limit(subject: Subject) -> Finding:
@@ -81,7 +80,7 @@ async def output_limit(subject: Subject) -> Finding:
         size = len(reply.text.encode())
         return size <= _OUTPUT_BYTES + _SLACK_BYTES, f"{size:,} of 1,000,000 bytes with a limit of {_OUTPUT_BYTES:,}"
 
-    return await _judge(subject, "output", Limits(output_bytes=_OUTPUT_BYTES), over)
+    return await _judge(subject, "output", replace(subject.spec.limits, output_bytes=_OUTPUT_BYTES), over)
 
 
 Over = Callable[[Runtime], Awaitable[tuple[bool, str]]]
@@ -90,8 +89,6 @@ Over = Callable[[Runtime], Awaitable[tuple[bool, str]]]
 
 async def _judge(subject: Subject, limit: str, limits: Limits, over: Over) -> Finding:
     name = f"{limit} limit"
-    if limit not in {"memory", "disk"}:
-        limits = replace(limits, memory_bytes=subject.spec.limits.memory_bytes)
     async with subject.sandbox(limits=limits) as sandbox:
         held, words = await over(sandbox)
         promised = limit not in sandbox.describe().unenforced

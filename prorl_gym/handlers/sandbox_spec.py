@@ -29,6 +29,7 @@ def sandbox_spec(config: ProrlConfig, override: SandboxOverride, row: Mapping[st
         network=override.network or runtime.network,
         workdir=runtime.workdir,
         limits=_limits(override.limits or runtime.limits),
+        disk=runtime.disk,
         fakeroot=fakeroot,
         gpu=runtime.gpu if override.gpu is None else override.gpu,
         setup_network=override.setup_network if override.setup else None,

@@ -34,6 +34,8 @@ class SandboxSpec:
         workdir: Where tools start; created when missing, private to the job, writable.
         env: Extra variables inside. The host's environment is never inherited.
         limits: Bounds on what is inside.
+        disk: Where what the agent writes goes (bubblewrap): `host` is the file system of `paths.state`, `memory` one of
+            its own in memory, which holds `limits.disk_bytes` to the byte and counts as memory where control groups do.
         start_timeout_s: From `start` to the first answer of the tool server.
         fakeroot: Whether the agent is root of the sandbox's user namespace, so that apt and pip install (apptainer).
         gpu: Whether the host's GPUs are seen inside (apptainer).
@@ -47,6 +49,7 @@ class SandboxSpec:
     workdir: str = "/workspace"
     env: dict[str, str] = field(default_factory=dict)
     limits: Limits = Limits()
+    disk: Literal["host", "memory"] = "host"
     start_timeout_s: float = 60.0
     fakeroot: bool = False
     gpu: bool = False

@@ -6,6 +6,7 @@ The tool server is PID 1 of the sandbox: nothing inside can signal it, and its e
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,14 @@ def _replace(path: Path, content: bytes) -> None:
 class BubblewrapRuntime(ProcessRuntime):
     """One sandbox in user, mount, PID, IPC, UTS, cgroup and (with `network: none`) network namespaces of its own."""
 
-    folders = ("workspace", "home", "tmp", "var-tmp")
+    folders: tuple[str, ...] = ("workspace", "home", "tmp", "var-tmp")
 
     def __init__(self, spec: SandboxSpec, host: Host, program: str, etc: Path) -> None:
         super().__init__(spec, host)
         self._program = program
         self._etc = etc
+        if spec.disk == "memory":
+            self.folders = ()
 
     def _command(self, folder: Path, tool_server: list[str]) -> list[str]:
         binds = {
@@ -105,26 +108,48 @@ class BubblewrapRuntime(ProcessRuntime):
             "/var/tmp": folder / "var-tmp",  # noqa: S108
             self.spec.workdir: folder / "workspace",
         }
-        image = self.spec.image
+        image, in_memory = self.spec.image, self.spec.disk == "memory"
         shm_bytes = min(self.spec.limits.memory_bytes or 1 << 30, 1 << 30)
         return [
             self._program, "--unshare-all", *(["--share-net"] if self._shares_network() else []),
             "--die-with-parent", "--as-pid-1", "--uid", _UID, "--gid", _UID, "--hostname", "sandbox",
+            *(_memory_root(self.spec.limits.disk_bytes) if in_memory else ()),
             *(_image_root(Path(image), {*binds, MOUNT_POINT}) if image is not None else _host_root(self._etc)),
             "--proc", "/proc", "--dev", "/dev", "--size", str(shm_bytes), "--perms", "1777", "--tmpfs", "/dev/shm",  # noqa: S108
             "--ro-bind", str(self._host.tools.folder), MOUNT_POINT,
-            *(word for inside, outside in binds.items() for word in ("--bind", str(outside), inside)),
-            "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.spec.workdir, "--", *tool_server,
+            *(_places(binds) if in_memory else _bound(binds)), "--remount-ro", "/dev",
+            "--chdir", self.spec.workdir, "--", *tool_server,
         ]  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:
         return {"setting_up": self._seals()}
 
     def _unenforced(self) -> tuple[str, ...]:
-        return ("disk",) if self._holds_processes() else ("disk", "processes")
+        disk = () if self.spec.disk == "memory" else ("disk",)
+        return disk if self._holds_processes() else (*disk, "processes")
 
     def _holds_processes(self) -> bool:
         return super()._holds_processes() or counts_per_namespace()
+
+
+def _memory_root(size_bytes: int | None) -> list[str]:
+    """One file system in memory for all that is not shown of the host.
+
+    `/opt` is a mount of its own, so that the tool environment cannot be moved away under its tool server.
+    """
+    return [*(["--size", str(size_bytes)] if size_bytes is not None else []), "--tmpfs", "/", "--tmpfs", "/opt"]
+
+
+def _places(binds: Mapping[str, Path]) -> list[str]:
+    """The writable folders, below a root in memory."""
+    modes = ((inside, "1777" if inside.endswith("/tmp") else "0755") for inside in binds)  # noqa: S108
+    return [word for inside, mode in modes for word in ("--perms", mode, "--dir", inside)] + ["--remount-ro", "/opt"]
+
+
+def _bound(binds: Mapping[str, Path]) -> list[str]:
+    """The writable folders, below a root that is read-only."""
+    words = [word for inside, outside in binds.items() for word in ("--bind", str(outside), inside)]
+    return [*words, "--remount-ro", "/"]
 
 
 def _host_root(etc: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """What all sandboxes of one service share on this host: folders, the spawner, user ids, records.
 
-The invariant: whatever exists outside this process for a sandbox (processes, folders) is on record in `paths.state`
-before it is used, with the pid and start time of its owner, so that the next service can sweep it.
+The invariant: whatever exists outside this process for a sandbox (processes, folders) is on record beside its
+folder before it is used, with the pid and start time of its owner, so that the next service can sweep it.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ class Host:
 
     def _make_area(self) -> Path:
         try:
-            self.records.mkdir(parents=True, exist_ok=True)
+            self.state.mkdir(parents=True, exist_ok=True)
             area = self.state.resolve()
             if os.geteuid() == 0 and not _passable(area):
                 area = Path(f"/var/tmp/prorl_gym-{os.geteuid()}")  # noqa: S108 - ownership is checked below
@@ -170,14 +170,19 @@ class Host:
                     )
             for name in ("sandboxes", "toolenv", "bubblewrap", "etc"):
                 public_folder(area / name)
+            (area / "records").mkdir(mode=0o700, exist_ok=True)
+            if os.statvfs(area).f_flag & os.ST_NOEXEC:
+                raise ConfigError(
+                    f"paths.state={self.state}: no program can run on {area}, which is mounted noexec: choose another"
+                )
             return area
         except OSError as error:
             raise ConfigError(f"paths.state={self.state} cannot be written: {error}") from error
 
     @property
     def records(self) -> Path:
-        """Folder of the records of live sandboxes."""
-        return self.state / "records"
+        """Folder of the records of live sandboxes: beside their folders, which another service may have to clear."""
+        return self.area / "records"
 
     def new_folder(self, spec: SandboxSpec, uid: int | None, names: tuple[str, ...]) -> SandboxRecord:
         """Record a sandbox, make its folders, private to `uid`, and its memory group. Blocks.

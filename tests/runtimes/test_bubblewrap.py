@@ -1,6 +1,7 @@
 """What bubblewrap adds to the contract: isolation, and a host that cannot run it."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,30 @@ async def test_each_sandbox_has_a_host_user_of_its_own(boxes, box):
     async with boxes.create(SandboxSpec(kind="bubblewrap")) as other:
         users = [Path(f"/proc/{one.describe().pid}").stat().st_uid for one in (box, other)]
     assert len({0, *users}) == 3
+
+
+async def test_a_disk_in_memory_holds_its_size(boxes, tmp_path):
+    spec = SandboxSpec(kind="bubblewrap", disk="memory", limits=Limits(disk_bytes=50 << 20))
+    async with boxes.create(spec) as runtime:
+
+        async def bash(command):
+            return (await runtime.call("bash", {"command": command}, timeout_s=20)).text
+
+        places = "/tmp/a /var/tmp/a ~/a /workspace/a"
+        assert "disk" not in runtime.describe().unenforced
+        assert await bash(f"pwd; touch {places} && ls {places} | wc -l") == "/workspace\n4\n"
+        full = await bash(
+            "head -c 40M /dev/zero > ~/a; head -c 40M /dev/zero > /workspace/a; stat -c %s ~/a /workspace/a"
+        )
+        assert "No space left" in full
+        assert sum(int(line) for line in full.splitlines() if line.isdigit()) <= 50 << 20
+        await bash("rm ~/a")
+        await runtime.copy_in(b"fits", "b")
+        assert await runtime.copy_out("b", max_bytes=9) == b"fits"
+        refused = await bash("touch /usr/x /etc/x /dev/x /opt/x /opt/prorl/x; mv /opt /o; mv /usr /u; echo end")
+        assert refused.count("Read-only") == 5
+        assert refused.count("busy") == 2
+        assert not list(Path(runtime._record.folder).glob("*/*"))
 
 
 async def test_host_network_is_the_hosts(boxes):
@@ -253,4 +278,6 @@ async def test_nothing_survives_a_sigkill_of_the_service(boxes, state, kind, eve
     await service.wait()
     await eventually(lambda: not processes_with(f"sleep\0{marker}"))
     await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
-    assert await boxes.sweep() == 3
+    await boxes.sweep()
+    owners = [json.loads(path.read_text())["owner"][0] for path in boxes._host.records.glob("*.json")]
+    assert service.pid not in owners

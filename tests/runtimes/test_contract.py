@@ -270,7 +270,8 @@ async def test_leftovers_of_a_dead_service_are_swept(factory, eventually):
     fields = json.loads(path.read_text())
     fields["owner"] = [fields["owner"][0], 1]  # the pid was given to another process
     path.write_text(json.dumps(fields))
-    assert await factory.sweep() == 1
+    await factory.sweep()
+    assert not path.exists()
     await eventually(lambda: dead._process.exited.is_set())
     assert not Path(dead._record.folder).exists()
     assert (await bash(alive, "echo here")).text == "here\n"
@@ -290,6 +291,13 @@ async def test_a_dead_spawner_takes_its_sandboxes_along_and_is_replaced(factory,
     async with factory.create(factory.spec()) as other:
         assert (await bash(other, "echo fine")).text == "fine\n"
     assert not factory.leftovers()
+
+
+async def test_records_lie_beside_the_folders_that_they_tell_of(factory, runtime):
+    """A service whose own paths.state is closed to others keeps both elsewhere, where the next one finds them."""
+    record = runtime._record
+    assert factory._host.records.parent == Path(record.folder).parents[1]
+    assert (factory._host.records / f"{record.sandbox_id}.json").exists()
 
 
 async def test_a_state_folder_that_cannot_be_written_is_a_config_error(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 from prorl_gym.config.models import PathsConfig, RuntimeConfig
 from prorl_gym.doctor import inside
 from prorl_gym.doctor.subject import ask
-from prorl_gym.runtimes.base import SandboxSpec
+from prorl_gym.runtimes.base import Limits, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
 
 LEFT = 2
@@ -24,7 +24,7 @@ async def main(order: dict[str, Any]) -> None:
     """Do as ordered, until the input ends."""
     runtime, paths = RuntimeConfig.model_validate(order["runtime"]), PathsConfig.model_validate(order["paths"])
     factory = RuntimeFactory(runtime, paths)
-    spec = SandboxSpec(**order["spec"])
+    spec = SandboxSpec(**{**order["spec"], "limits": Limits(**order["spec"]["limits"])})
     try:
         await factory.prepare([spec.kind])
         async with AsyncExitStack() as stack:

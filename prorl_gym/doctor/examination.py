@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prorl_gym.config.models import ProrlConfig
+from prorl_gym.config.models import ProrlConfig, SandboxOverride
 from prorl_gym.doctor import inside, isolation, model, network, speed
 from prorl_gym.doctor.finding import Finding, failed, note, ok
 from prorl_gym.doctor.host import HOST_CHECKS
@@ -25,8 +25,9 @@ from prorl_gym.doctor.limits import LIMIT_CHECKS
 from prorl_gym.doctor.orphans import nothing_outlives_a_kill
 from prorl_gym.doctor.subject import Neighbours, Subject, ask, own_pid_namespace
 from prorl_gym.errors import ConfigError, ProrlGymError
+from prorl_gym.handlers.sandbox_spec import sandbox_spec
 from prorl_gym.runtimes.apptainer import empty_image
-from prorl_gym.runtimes.base import Limits, RuntimeKind, SandboxSpec
+from prorl_gym.runtimes.base import RuntimeKind, SandboxSpec
 from prorl_gym.runtimes.factory import RuntimeFactory
 from prorl_gym.runtimes.images import RuntimeImageBuilder
 from prorl_gym.server.service import runtime_kinds
@@ -194,23 +195,14 @@ def _host_marker() -> Iterator[str]:
 
 
 def _spec(config: ProrlConfig, kind: RuntimeKind, scratch: Path) -> SandboxSpec:
-    """What the configuration asks of this kind, without a network; an empty image where none is named."""
-    asked = config.runtime.kind == kind
-    image = config.runtime.image if asked else None
-    if image is None:
-        image = next(iter(_images_of_agents(config, kind)), None)
+    """What a job of this kind would get, without a network; an empty image where one is needed and none named."""
+    image = config.runtime.image or next(iter(_images_of_agents(config, kind)), None)
     if image is None and kind == "apptainer":
         scratch.chmod(0o755)
         image = str(empty_image(scratch))
-    return SandboxSpec(
-        kind=kind,
-        image=image,
-        fakeroot=asked and config.runtime.fakeroot,
-        gpu=asked and config.runtime.gpu,
-        limits=Limits(),
-        start_timeout_s=min(config.runtime.start_timeout_s, _CHECK_S / 2),
-        job_id="doctor",
-    )
+    override = SandboxOverride(runtime=kind, image=image, network="none")
+    spec = sandbox_spec(config, override, {}, job_id="doctor")
+    return replace(spec, start_timeout_s=min(spec.start_timeout_s, _CHECK_S / 2))
 
 
 def _images_of_agents(config: ProrlConfig, kind: RuntimeKind) -> Iterable[str]:

@@ -4,6 +4,7 @@ The processes are those that the kernel lists below a child of ours, each with i
 """
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
@@ -31,7 +32,7 @@ async def nothing_outlives_a_kill(subject: Subject) -> Finding:
     order = {
         "runtime": subject.config.runtime.model_dump(mode="json"),
         "paths": subject.config.paths.model_dump(mode="json"),
-        "spec": {"kind": subject.spec.kind, "image": subject.spec.image, "fakeroot": subject.spec.fakeroot},
+        "spec": dataclasses.asdict(subject.spec),
         "sandboxes": _SANDBOXES,
     }
     child = await asyncio.create_subprocess_exec(

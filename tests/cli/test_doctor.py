@@ -15,11 +15,6 @@ from .conftest import run, start
 LOOPBACK_ERROR = "bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted"
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
 @pytest.fixture
 def refusing_path(tmp_path: Path) -> str:
     """A PATH whose bwrap is refused by the host."""
@@ -32,8 +27,10 @@ def refusing_path(tmp_path: Path) -> str:
     return f"{program.parent}:{os.environ['PATH']}"
 
 
-async def test_a_host_that_refuses_loopback_is_named_with_cause_and_fix(root: Path, state: Path, refusing_path) -> None:
-    ended = await run("doctor", "environment=[words]", f"paths.state={state}", cwd=root, PATH=refusing_path)
+async def test_a_host_that_refuses_loopback_is_named_with_cause_and_fix(
+    root: Path, open_state: Path, refusing_path
+) -> None:
+    ended = await run("doctor", "environment=[words]", f"paths.state={open_state}", cwd=root, PATH=refusing_path)
     assert ended.code == 1, ended.err
     [row] = [line for line in ended.out.splitlines() if line.startswith("failed")]
     assert row.split()[:3] == ["failed", "bubblewrap", "works"]
@@ -43,8 +40,10 @@ async def test_a_host_that_refuses_loopback_is_named_with_cause_and_fix(root: Pa
     assert "\x1b" not in ended.out
 
 
-async def test_json_says_the_same(root: Path, state: Path, refusing_path) -> None:
-    ended = await run("doctor", "--json", "environment=[words]", f"paths.state={state}", cwd=root, PATH=refusing_path)
+async def test_json_says_the_same(root: Path, open_state: Path, refusing_path) -> None:
+    ended = await run(
+        "doctor", "--json", "environment=[words]", f"paths.state={open_state}", cwd=root, PATH=refusing_path
+    )
     assert ended.code == 1, ended.err
     told = json.loads(ended.out)
     assert set(told) == {"ok", "seconds", "findings"}
@@ -60,15 +59,15 @@ async def test_json_says_the_same(root: Path, state: Path, refusing_path) -> Non
     assert areas[-1] == "model"
 
 
-async def test_an_interrupt_ends_it_and_leaves_nothing(root: Path, state: Path) -> None:
-    process = await start("doctor", "environment=[words]", "runtime=local", f"paths.state={state}", cwd=root)
+async def test_an_interrupt_ends_it_and_leaves_nothing(root: Path, open_state: Path) -> None:
+    process = await start("doctor", "environment=[words]", "runtime=local", f"paths.state={open_state}", cwd=root)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(60):
             while line := await process.stdout.readline():
                 if b"tool latency" in line:  # two sandboxes are up
                     break
-            assert list((state / "records").iterdir())
+            assert list((open_state / "records").iterdir())
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()
     finally:
@@ -78,7 +77,7 @@ async def test_an_interrupt_ends_it_and_leaves_nothing(root: Path, state: Path) 
     assert process.returncode == 130
     assert err.decode().endswith("interrupted\n")
     assert "Traceback" not in err.decode()
-    assert list((state / "records").iterdir()) == []
+    assert list((open_state / "records").iterdir()) == list((open_state / "sandboxes").iterdir()) == []
 
 
 @pytest.mark.parametrize(

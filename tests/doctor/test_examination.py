@@ -19,11 +19,6 @@ from prorl_gym.testing import Reply, ScriptedLlm
 from prorl_gym.toolserver.children import descendants
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are measured for less time."""
@@ -67,7 +62,7 @@ async def skip_without(kind: str, state: Path) -> None:
 
 def assert_nothing_stays(state: Path) -> None:
     assert descendants(os.getpid()) == []
-    assert list((state / "records").iterdir()) == []
+    assert list((state / "records").iterdir()) == list((state / "sandboxes").iterdir()) == []
     assert "PRORL_GYM_DOCTOR" not in os.environ
 
 
@@ -82,27 +77,27 @@ def assert_all_holds(found: dict[str, Finding]) -> None:
     assert found["orphans after a kill"].figures["processes"] >= 6
 
 
-async def test_bubblewrap_holds_what_it_promises(state: Path) -> None:
-    await skip_without("bubblewrap", state)
-    found = await examine(config(state))
+async def test_bubblewrap_holds_what_it_promises(open_state: Path) -> None:
+    await skip_without("bubblewrap", open_state)
+    found = await examine(config(open_state))
     assert_all_holds(found)
     assert found["disk limit"].status == "note"
     assert "apptainer" in found["disk limit"].fix
     assert found["backends"].status == found["renderer"].status == "note"
-    assert_nothing_stays(state)
+    assert_nothing_stays(open_state)
 
 
 @pytest.mark.apptainer
-async def test_apptainer_holds_what_it_promises(state: Path) -> None:
-    await skip_without("apptainer", state)
-    found = await examine(config(state, runtime=RuntimeConfig(kind="apptainer")))
+async def test_apptainer_holds_what_it_promises(open_state: Path) -> None:
+    await skip_without("apptainer", open_state)
+    found = await examine(config(open_state, runtime=RuntimeConfig(kind="apptainer")))
     assert_all_holds(found)
-    assert_nothing_stays(state)
+    assert_nothing_stays(open_state)
 
 
-async def test_local_is_said_to_isolate_nothing_and_nothing_dangerous_is_tried(state: Path, only) -> None:
+async def test_local_is_said_to_isolate_nothing_and_nothing_dangerous_is_tried(open_state: Path, only) -> None:
     only("network none", "other processes", "other files", "tool server", *LIMIT_CHECKS)
-    found = await examine(config(state, runtime=RuntimeConfig(kind="local")))
+    found = await examine(config(open_state, runtime=RuntimeConfig(kind="local")))
     for name in ("network none", "other processes", "other files", "tool server", "limits"):
         assert found[name].status == "note"
         assert found[name].fix == "choose runtime=bubblewrap or runtime=apptainer"
@@ -113,47 +108,47 @@ async def test_local_is_said_to_isolate_nothing_and_nothing_dangerous_is_tried(s
     planted = [word.strip() for word in found["other files"].detail.split(": ")[-1].split(",") if "doctor-" in word]
     assert planted
     assert not any(map(os.path.exists, planted))
-    assert_nothing_stays(state)
+    assert_nothing_stays(open_state)
 
 
-async def test_a_sandbox_that_keeps_the_hosts_network_fails(state: Path, only, monkeypatch) -> None:
-    await skip_without("bubblewrap", state)
+async def test_a_sandbox_that_keeps_the_hosts_network_fails(open_state: Path, only, monkeypatch) -> None:
+    await skip_without("bubblewrap", open_state)
     only("network none")
     monkeypatch.setattr(BubblewrapRuntime, "_shares_network", lambda self: True)
-    found = (await examine(config(state)))["network none"]
+    found = (await examine(config(open_state)))["network none"]
     assert found.status == "failed"
     assert "the host's abstract sockets" in found.detail
     assert found.fix
 
 
-async def test_a_limit_that_is_promised_and_not_held_fails(state: Path, only, monkeypatch) -> None:
-    await skip_without("bubblewrap", state)
+async def test_a_limit_that_is_promised_and_not_held_fails(open_state: Path, only, monkeypatch) -> None:
+    await skip_without("bubblewrap", open_state)
     only("disk limit")
     monkeypatch.setattr(BubblewrapRuntime, "_unenforced", lambda self: ())
     monkeypatch.setattr(limits, "_WRITTEN_BYTES", limits._DISK_BYTES + limits._FILE_BYTES)
-    found = (await examine(config(state)))["disk limit"]
+    found = (await examine(config(open_state)))["disk limit"]
     assert (found.status, found.area) == ("failed", "bubblewrap")
     assert "not enforced, though promised: 40 MB were written with a limit of 32 MB" in found.detail
     assert found.fix
 
 
-async def test_sandboxes_of_one_address_fail(state: Path, only, monkeypatch) -> None:
+async def test_sandboxes_of_one_address_fail(open_state: Path, only, monkeypatch) -> None:
     only("addresses (network host)")
     monkeypatch.setattr(network, "_SHARERS", 2)
     monkeypatch.setattr("prorl_gym.runtimes.loopback.nth_address", lambda number: "127.0.0.1")
     monkeypatch.setattr("prorl_gym.runtimes.loopback.socket.socket.bind", lambda self, address: None)
-    found = (await examine(config(state, runtime=RuntimeConfig(kind="local"))))["addresses (network host)"]
+    found = (await examine(config(open_state, runtime=RuntimeConfig(kind="local"))))["addresses (network host)"]
     assert found.status == "failed"
     assert "not unique: 127.0.0.1, 127.0.0.1" in found.detail
 
 
-async def test_a_process_that_lives_on_fails_and_is_named(state: Path, only, monkeypatch) -> None:
+async def test_a_process_that_lives_on_fails_and_is_named(open_state: Path, only, monkeypatch) -> None:
     only("orphans after a kill")
     survivor = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
     monkeypatch.setattr(orphans, "descendants", lambda pid: [survivor.pid, *descendants(pid)])
     monkeypatch.setattr(orphans, "_GONE_S", 0.5)
     try:
-        found = (await examine(config(state, runtime=RuntimeConfig(kind="local"))))["orphans after a kill"]
+        found = (await examine(config(open_state, runtime=RuntimeConfig(kind="local"))))["orphans after a kill"]
     finally:
         await survivor.communicate(b"\n")
     assert found.status == "failed"
@@ -161,23 +156,23 @@ async def test_a_process_that_lives_on_fails_and_is_named(state: Path, only, mon
     assert f"kill -9 {survivor.pid}" in found.fix
 
 
-async def test_a_check_that_hangs_is_a_failure_of_its_own(state: Path, only, monkeypatch) -> None:
+async def test_a_check_that_hangs_is_a_failure_of_its_own(open_state: Path, only, monkeypatch) -> None:
     only("output limit", "loopback inside")
     monkeypatch.setitem(PAIR_CHECKS, "loopback inside", lambda pair: asyncio.sleep(60))
     monkeypatch.setattr(examination, "_CHECK_S", 30.0)
     monkeypatch.setattr(Examination._check, "__defaults__", (0.5,))
-    found = await examine(config(state, runtime=RuntimeConfig(kind="local")))
+    found = await examine(config(open_state, runtime=RuntimeConfig(kind="local")))
     assert found["loopback inside"].status == "failed"
     assert "not done within 0.5 s" in found["loopback inside"].detail
     assert found["renderer"].status == "note"
-    assert_nothing_stays(state)
+    assert_nothing_stays(open_state)
 
 
-async def test_backend_and_renderer_are_proven(state: Path, only, scripted_model: str) -> None:
+async def test_backend_and_renderer_are_proven(open_state: Path, only, scripted_model: str) -> None:
     only()
     async with ScriptedLlm(Reply(text="42"), model=scripted_model) as llm:
         backend = BackendConfig(addresses=(llm.address, "http://127.0.0.1:9"))
-        found = await examine(config(state, runtime=RuntimeConfig(kind="local"), backend=backend))
+        found = await examine(config(open_state, runtime=RuntimeConfig(kind="local"), backend=backend))
     names = [name for name in found if name.startswith("backend ")]
     assert [found[name].status for name in names] == ["ok", "failed"]
     assert scripted_model in found[names[0]].detail
@@ -185,14 +180,14 @@ async def test_backend_and_renderer_are_proven(state: Path, only, scripted_model
     assert found["renderer"].status == "ok", found["renderer"]
 
 
-async def test_a_model_that_cannot_be_rendered_and_a_host_too_small_fail(state: Path, only, monkeypatch) -> None:
+async def test_a_model_that_cannot_be_rendered_and_a_host_too_small_fail(open_state: Path, only, monkeypatch) -> None:
     only()
     monkeypatch.setattr(host, "_NEEDED_BYTES", 1 << 60)
     monkeypatch.setattr(host, "_FILES_PER_JOB", 1 << 40)
     made = config(
-        state,
+        open_state,
         runtime=RuntimeConfig(kind="local", network="host"),
-        policy=PolicyConfig(model=str(state / "none")),
+        policy=PolicyConfig(model=str(open_state / "none")),
     )
     found = await examine(made)
     for name in ("renderer", "disk space", "access"):

@@ -12,9 +12,7 @@ _ESCAPES = re.compile(
     r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # DCS, SOS, PM, APC
     r"|\x1b[ -/]*[0-~]?"
 )
-_BACKSPACED = re.compile(r"[^\x08\n]\x08")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\r\n])")
 
 
 def clean(raw: bytes) -> str:
@@ -23,14 +21,20 @@ def clean(raw: bytes) -> str:
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
     if "\r" in text:
-        text = re.sub(r"\r+(?=\n|$)", "", text)
-        text = _OVERWRITTEN.sub("", text)
-    while "\x08" in text:
-        shorter = _BACKSPACED.sub("", text)
-        if shorter == text:
-            break
-        text = shorter
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    if "\x08" in text:
+        text = "\n".join(map(_backspaced, text.split("\n")))
     return _CONTROLS.sub("", text)
+
+
+def _backspaced(line: str) -> str:
+    shown: list[str] = []
+    for character in line:
+        if character != "\x08":
+            shown.append(character)
+        elif shown:
+            shown.pop()
+    return "".join(shown)
 
 
 def fit(text: str, limit_bytes: int) -> str:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from prorl_gym.toolserver.frames import MAX_BODY_BYTES, FrameBuffer, FrameError, pack
@@ -19,6 +21,23 @@ from prorl_gym.toolserver.output import BoundedOutput, clean, fit
 )
 def test_terminal_bytes_become_readable_text(raw, text):
     assert clean(raw) == text
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"a" * 32000 + b"\x08" * 32000,
+        b"\r" * 32000 + b"a",
+        b"\x1b[" * 32000,
+        b"\x1b]" * 32000,
+        b"\x1b[" + b"0;" * 32000,
+    ],
+)
+def test_no_bytes_take_long_to_read(raw):
+    """Work that grows with the square of the output would be ten seconds here, and cost the job its sandbox."""
+    started = time.process_time()
+    clean(raw)
+    assert time.process_time() - started < 1
 
 
 def test_output_keeps_head_and_tail_however_it_comes():

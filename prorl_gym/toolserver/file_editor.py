@@ -9,6 +9,7 @@ import hashlib
 import os
 import stat
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 from .output import fit
 from .session import Reply
 
-_MAX_FILE_BYTES = 32 << 20
+_MAX_FILE_BYTES = 10 << 20
 _CONTEXT_LINES = 4
+_NUMBER_BYTES = 9
+"""A line of a view beyond the file's own: number, tab and line end."""
 _MAX_ENTRIES = 400
 _UNDO_BYTES = 64 << 20
 
@@ -94,7 +97,12 @@ class FileEditor:
             last = min(last, len(lines))
         if not lines:
             return f"{path} is empty"
-        return _numbered(lines, first, last)
+        head_last = first + _how_many(lines[first - 1 : last], self._limit // 2)
+        tail_first = last - _how_many(reversed(lines[first - 1 : last]), self._limit // 2)
+        if head_last >= tail_first - 1:
+            return _numbered(lines, first, last)
+        head, tail = _numbered(lines, first, head_last), _numbered(lines, tail_first, last)
+        return f"{head}\n[... {tail_first - head_last - 1} lines left out ...]\n{tail}"
 
     def _create(self, path: Path, arguments: dict[str, Any]) -> str:
         if path.exists() or path.is_symlink():
@@ -234,11 +242,25 @@ def _split_keeping(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    return [line.rstrip("\n").removesuffix("\r") for line in _split_keeping(text)]
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines] if "\r" in text else lines
 
 
 def _numbered(lines: list[str], first: int, last: int) -> str:
     return "\n".join(f"{number:6}\t{lines[number - 1]}" for number in range(first, last + 1))
+
+
+def _how_many(lines: Iterable[str], room_bytes: int) -> int:
+    """How many more lines than the first one fit."""
+    count = -1
+    for line in lines:
+        room_bytes -= len(line.encode("utf-8", "replace")) + _NUMBER_BYTES
+        if room_bytes < 0:
+            break
+        count += 1
+    return max(0, count)
 
 
 def _snippet(path: Path, text: str, first: int, last: int) -> str:

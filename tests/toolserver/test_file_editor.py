@@ -23,6 +23,15 @@ def test_view_numbers_lines_as_cat_does(edit, tmp_path):
         assert "has 3 lines" in reply.text
 
 
+def test_a_view_of_very_many_lines_keeps_both_ends(edit, tmp_path):
+    (tmp_path / "f").write_text("".join(f"x{n}\n" for n in range(1_000_000)))
+    text = edit("view").text
+    assert text.startswith("     1\tx0\n")
+    assert text.endswith("1000000\tx999999")
+    assert "lines left out" in text
+    assert len(text) < 70_000
+
+
 def test_view_of_a_directory_is_two_levels_without_hidden_names(edit, tmp_path):
     (tmp_path / "a/b/c").mkdir(parents=True)
     (tmp_path / ".git").mkdir()

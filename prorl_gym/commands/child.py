@@ -106,8 +106,10 @@ class ChildProcess:
             try:
                 process.wait(self._grace_s)
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                os.killpg(process.pid, signal.SIGKILL)  # its own session; it has not been reaped, so the id is its own
-                process.wait()
+                # On Ctrl-C `wait` waits a moment more and may have reaped it. Until then the session's id is its own.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None

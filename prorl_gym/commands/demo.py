@@ -69,7 +69,7 @@ def demo_command(arguments: list[str]) -> int:
             overrides.append(f'policy.model="{model}"')
         service = stack.enter_context(OwnService(overrides, config, folder))
         console.print(f"starting (logs in {folder})", soft_wrap=True)
-        with console.status("the first time, this makes the tool environment that sandboxes share"):
+        with console.status("the service and the model are starting; the first time on this machine takes longer"):
             address = service.wait()
             console.print(f"service   {address}", soft_wrap=True)
             if engine is not None:

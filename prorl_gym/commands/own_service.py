@@ -16,9 +16,15 @@ START_TIMEOUT_S = 900.0
 
 
 class ScratchFolder:
-    """A temporary folder that stays when the block is left by an error, for its logs; a context manager."""
+    """A temporary folder that stays when the block is left by an error, for its logs; a context manager.
+
+    Attributes:
+        path: Where it is.
+        keep: Stay after a block without an error too.
+    """
 
     path: Path
+    keep: bool = False
 
     def __enter__(self) -> Self:
         """Make it."""
@@ -29,7 +35,7 @@ class ScratchFolder:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Remove it, unless an error (an interrupt is none) points into it."""
-        if exc_type is None or not issubclass(exc_type, Exception):
+        if not self.keep and (exc_type is None or not issubclass(exc_type, Exception)):
             shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@ import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prorl_gym.config.models import ProrlConfig
 from prorl_gym.config.overrides import Override, apply_override, parse_override
 from prorl_gym.config.suggest import did_you_mean, render_errors
-from prorl_gym.errors import ConfigError
+from prorl_gym.errors import ConfigError, RequestError, ServiceError, ServiceUnreachable
 from prorl_gym.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from prorl_gym.commands.own_service import ScratchFolder
     from prorl_gym.commands.rollout_file import RolloutFile
     from prorl_gym.commands.rollout_progress import Tally
 
@@ -93,13 +95,15 @@ def rollout_command(arguments: list[str]) -> int:
                 console.print(f"continuing {settings.output}: {already} of {len(assignments)} are there")
             if not file.open_assignments:
                 return _report(console, file, None)
-            address, token, check = _service(stack, settings, overrides, console)
-            tally = run_interruptibly(_roll_out(settings, file, console, address, token, check))
+            service = _service(stack, settings, overrides, console)
+            tally = run_interruptibly(_roll_out(settings, file, console, service))
+            if service.scratch is not None:
+                service.scratch.keep = tally.failures > 0  # its log says where a handler broke
     except KeyboardInterrupt:
         done = f"{len(file.results)} of {len(assignments)} rollouts are in {settings.output}"
         console.print(f"interrupted: {done}; the same command continues", soft_wrap=True)
         return 130
-    return _report(console, file, tally)
+    return _report(console, file, tally, service.scratch.path if service.scratch else None)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[RolloutSettings, list[str]]:
@@ -136,63 +140,84 @@ def _is_own(override: Override) -> bool:
     return override.key in RolloutSettings.model_fields or override.key.startswith("sampling.")
 
 
-def _service(
-    stack: ExitStack, settings: RolloutSettings, overrides: list[str], console: "Console"
-) -> tuple[str, str | None, "Callable[[], None]"]:
-    """Address, token and a check of the service; one of our own is ended with the stack."""
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The service that is asked.
+
+    Attributes:
+        address: Where it listens.
+        token: Its bearer token, if it wants one.
+        check: Raises when it is known to be gone.
+        scratch: Folder with the log of a service of our own.
+    """
+
+    address: str
+    token: str | None
+    check: "Callable[[], None]"
+    scratch: "ScratchFolder | None" = None
+
+
+def _service(stack: ExitStack, settings: RolloutSettings, overrides: list[str], console: "Console") -> _Service:
+    """The one named, else one of our own, which is ended with the stack."""
     if settings.server:
         token = None
         if settings.token_env and not (token := os.environ.get(settings.token_env)):
             raise ConfigError(f"token_env: the environment variable {settings.token_env} is not set")
-        return settings.server, token, lambda: None
+        return _Service(settings.server, token, lambda: None)
     from prorl_gym.commands.own_service import OwnService, ScratchFolder
     from prorl_gym.config.compose import compose
 
     config = compose(overrides).config
-    folder = stack.enter_context(ScratchFolder()).path
-    service = stack.enter_context(OwnService(overrides, config, folder))
+    scratch = stack.enter_context(ScratchFolder())
+    service = stack.enter_context(OwnService(overrides, config, scratch.path))
     with console.status("starting the service"):
         address = service.wait()
     console.print(f"service on {address}, log in {service.process.log}", soft_wrap=True)
     if not config.backend.addresses:
         console.print(f"no backend.addresses: the rollouts wait for POST {address}/add_llm_server", soft_wrap=True)
-    return address, service.token, service.process.check
+    return _Service(address, service.token, service.process.check, scratch)
 
 
-async def _roll_out(
-    settings: RolloutSettings,
-    file: "RolloutFile",
-    console: "Console",
-    address: str,
-    token: str | None,
-    check: "Callable[[], None]",
-) -> "Tally":
+async def _roll_out(settings: RolloutSettings, file: "RolloutFile", console: "Console", service: _Service) -> "Tally":
     from prorl_gym.client import RolloutClient
     from prorl_gym.commands.rollout_run import RolloutRun
 
     sampling = settings.sampling.model_dump(mode="json", exclude_none=True)
-    async with RolloutClient(address, token=token, compress=False) as client:
+    async with RolloutClient(service.address, token=service.token, compress=False) as client:
+        try:
+            await client.health()
+        except ServiceUnreachable:
+            raise
+        except (RequestError, ServiceError) as e:
+            raise ConfigError(f"server: {service.address} does not answer like a prorl_gym service: {e}") from None
         run = RolloutRun(
-            client, file, console, check_service=check, task=settings.task, sampling=sampling,
+            client, file, console, check_service=service.check, task=settings.task, sampling=sampling,
             timeout_s=settings.timeout_s, concurrency=settings.concurrency,
         )  # fmt: skip
         return await run.run()
 
 
-def _report(console: "Console", file: "RolloutFile", tally: "Tally | None") -> int:
+def _report(console: "Console", file: "RolloutFile", tally: "Tally | None", scratch: Path | None = None) -> int:
     from prorl_gym.commands.rollout_table import summary_table
 
-    console.print(summary_table(file.results.values()))
+    if file.results:
+        console.print(summary_table(file.results.values()))
     refused = tally.refused if tally else {}
     for reason, times in sorted(refused.items(), key=lambda item: -item[1]):
-        console.print(f"refused {times} times: {reason}", soft_wrap=True)
+        console.print(f"refused {_times(times)}: {reason}", soft_wrap=True)
     broken: dict[str, int] = {}
     for facts in file.results.values():
         if facts.reward is None:
             broken[facts.failure or facts.ending] = broken.get(facts.failure or facts.ending, 0) + 1
     for reason, times in sorted(broken.items(), key=lambda item: -item[1]):
-        console.print(f"failed {times} times: {reason}", soft_wrap=True)
+        console.print(f"failed {_times(times)}: {reason}", soft_wrap=True)
     console.print(f"{len(file.results)} results in {file.path}", soft_wrap=True)
     if refused or broken:
-        console.print("the same command makes the failed ones again", soft_wrap=True)
+        if scratch is not None:
+            console.print(f"the service's log stays in {scratch}", soft_wrap=True)
+        console.print("the same command makes these again", soft_wrap=True)
     return 1 if refused or broken else 0
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -108,9 +108,15 @@ class RolloutRun:
             self.tally.add(self._file.results[assignment.key])
 
     async def _watch(self, view: ProgressView) -> None:
+        told: set[str] = set()
         while True:
             self._check_service()
-            view.show(await self._client.status())
+            status = await self._client.status()
+            for server in status.llm_servers:
+                if server.detail and server.address not in told:
+                    told.add(server.address)
+                    self._console.print(f"backend {server.address}: {server.detail}", soft_wrap=True, highlight=False)
+            view.show(status)
             await asyncio.sleep(_LOOK_EVERY_S)
 
 

@@ -55,7 +55,8 @@ class HandlerRegistry:
         handler = self._handlers.get(task)
         if handler is None:
             known = ", ".join(self.names()) or "none"
-            raise UnknownTask(f"no task {name!r}; known: {known}", field=field)
+            more = "the service's 'environment=[...]' adds to them"
+            raise UnknownTask(f"no task {name!r}; known: {known} ({more})", field=field)
         return task, handler
 
     def names(self) -> list[str]:

@@ -101,7 +101,9 @@ async def test_an_interrupted_run_leaves_nothing_behind_and_is_continued(root: P
     assert len(llm.requests) == 1
     assert [r["reward"] for r in lines(root) if not r["mask_sample"]] == [1.0, 0.0]
     assert ended.code == 1  # the row that asks nothing
-    assert "1 times: " in ended.out
+    assert "refused once: " in ended.out
+    log = ended.out.split("the service's log stays in ")[1].split("\n")[0]
+    assert "serving on" in (Path(log) / "service.log").read_text()
 
 
 @pytest.mark.usefixtures("rows")
@@ -113,3 +115,20 @@ async def test_a_service_that_cannot_start_is_said_in_its_own_words(root: Path, 
     assert ended.err.startswith("error: service: ")
     assert "Traceback" not in ended.err
     assert processes_naming(str(root)) == []
+
+
+@pytest.mark.usefixtures("rows")
+async def test_an_address_that_is_no_rollout_service_is_refused_before_any_row(root: Path, scripted_model: str) -> None:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
+        ended = await run("rollout", "input=rows.jsonl", "output=out.jsonl", f"server={llm.address}", cwd=root)
+    assert ended.code == 2, ended.out + ended.err
+    assert "does not answer like a prorl_gym service" in ended.err
+
+
+@pytest.mark.usefixtures("rows")
+async def test_a_backend_that_is_not_there_is_told_while_rollouts_wait(root: Path, scripted_model: str) -> None:
+    async with ScriptedLlm(RIGHT, model=scripted_model) as llm:
+        line = command(root, llm, "timeout_s=3")
+    ended = await run(*line, cwd=root)
+    assert ended.code == 1, ended.out + ended.err
+    assert f"backend {llm.address.removesuffix('/v1')}: " in ended.out

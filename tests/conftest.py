@@ -10,7 +10,7 @@ import pytest
 from prorl_gym.testing.tiny_model import make_tiny_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def open_state() -> Iterator[Path]:
     """A `paths.state` that every user may pass through, so that all sandboxes of the service lie in it."""
     folder = Path(tempfile.mkdtemp(prefix="prorl_gym-test-", dir="/var/tmp"))

@@ -195,7 +195,11 @@ def _inflater(encoding: str) -> Callable[[bytes, int], bytes]:
         if not inflating:
             bare = name == "deflate" and chunk[0] & 0x0F != zlib.DEFLATED
             inflating.append(zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32))
-        return bytes(inflating[0].decompress(chunk, limit))
+        found: bytes = inflating[-1].decompress(chunk, limit)
+        while inflating[-1].eof and len(found) < limit and (rest := inflating[-1].unused_data):
+            inflating[-1] = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip may come in several members
+            found += inflating[-1].decompress(rest, limit - len(found))
+        return found
 
     return inflate
 

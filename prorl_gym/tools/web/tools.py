@@ -193,7 +193,8 @@ class WebTools:
 
 
 def _described(number: int, hit: Hit) -> str:
-    lines = (f"{number}. {_line(hit.title) or hit.url}", f"   {hit.url}", f"   {_line(hit.excerpt)}")
+    url = "".join(hit.url.split())
+    lines = (f"{number}. {_line(hit.title) or url}", f"   {url}", f"   {_line(hit.excerpt)}")
     return "\n".join(line for line in lines if line.strip())
 
 

@@ -45,6 +45,7 @@ TEXTS = [
     (plain(b"<p>Without a type</p>", ""), "Without a type"),
     (plain(b"Without a tag", ""), "Without a tag"),
     (plain(gzip.compress(b"packed"), **{"Content-Encoding": "gzip"}), "packed"),
+    (plain(gzip.compress(b"packed ") + gzip.compress(b"twice"), **{"Content-Encoding": "gzip"}), "packed twice"),
     (plain(zlib.compress(b"packed"), **{"Content-Encoding": "deflate"}), "packed"),
     (plain(zlib.compress(b"packed", wbits=-15), **{"Content-Encoding": "deflate"}), "packed"),
     (html("<p>Short.</p>", title=""), "Short."),
@@ -90,6 +91,17 @@ async def test_what_is_fetched_is_bounded_also_when_it_is_packed() -> None:
         replies = [await fetch(tools, outer.url(path)) for path in ("/bomb", "/long")]
     notice = "\n[the page is longer than what is fetched of one]"
     assert [reply.text for reply in replies] == ["a" * 2000 + notice, "b" * 2000 + notice]
+
+
+async def test_a_long_list_is_read_well_within_the_time_of_a_page() -> None:
+    items = "".join(
+        f"<li><a href='/{number}'>Item {number * 7919}</a> by author {number}</li>" for number in range(12_000)
+    )
+    async with site({"/": html(f"<ul>{items}</ul>")}) as outer, web_tools(rule=only(outer.port)) as tools:
+        reply = await fetch(tools, outer.url("/"))
+    assert kind(reply) is None
+    assert "Item 7919\nby author 1\n" in reply.text
+    assert "call again with start=20000 for more" in reply.text
 
 
 @pytest.mark.parametrize(

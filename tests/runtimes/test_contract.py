@@ -137,7 +137,8 @@ async def test_stop_ends_what_the_agent_left_running(factory, eventually):
         await bash(runtime, "echo hi")
 
 
-async def test_a_dead_sandbox_is_a_sandbox_error_at_once(factory):
+async def test_a_dead_sandbox_is_a_sandbox_error_at_once(factory, eventually):
+    before = spawned(factory)
     async with factory.create(factory.spec()) as runtime:
         call = asyncio.create_task(bash(runtime, "sleep 50", timeout_s=60))
         await bash_started(runtime)
@@ -148,6 +149,7 @@ async def test_a_dead_sandbox_is_a_sandbox_error_at_once(factory):
         with pytest.raises(SandboxError, match="gone"):
             await bash(runtime, "echo hi")
         assert time.monotonic() - started < 5
+    await eventually(lambda: spawned(factory) == before)
 
 
 async def bash_started(runtime):

@@ -55,7 +55,7 @@ def load_renderer(config: PolicyConfig, model: str) -> ChatRenderer:
                     f"policy.renderer: {family!r} does not write what the chat template of {source!r} writes "
                     f"({refusal}). Set policy.renderer=template, or auto."
                 ) from refusal
-            logger.info("%s: renderers:%s does not fit, the template itself is used: %s", source, family, refusal)
+            logger.info("%s: its own chat template is used; renderers:%s does not fit: %s", source, family, refusal)
     return make_template_renderer(
         vocabulary,
         template,

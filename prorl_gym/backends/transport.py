@@ -159,4 +159,6 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
 def _words(error: BaseException) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return "timed out"
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        return error.strerror or str(error)  # the whole text speaks of TLS also where there is none
     return str(error) or type(error).__name__

@@ -149,7 +149,9 @@ async def test_binary_output_is_an_answer_too(bash):
 async def test_background_processes_live_and_never_hold_a_call(bash):
     """B-16."""
     started = time.monotonic()
-    first = await bash("(while :; do date +%s%N > /tmp/tick; sleep 0.1; done) & echo started")
+    first = await bash(
+        "(while :; do date +%s%N > /tmp/tick.new; mv /tmp/tick.new /tmp/tick; sleep 0.1; done) & echo started"
+    )
     second = await bash("setsid sleep 100 & echo s2")
     assert time.monotonic() - started < 2
     assert "started\n" in first.text

@@ -27,7 +27,9 @@ _HARD_AFTER_S = 1.0
 _HARD_EVERY_S = 0.1
 _KILL_AFTER_S = 2.0
 _MARK_WAIT_S = 1.0
-_MUTE_LOOK_S = 1.0
+_MUTE_LOOK_S = 0.5
+_SETTLE_S = 0.05
+"""An interrupt before the piece has begun would be lost, or cost the interpreter the line that it was reading."""
 _BACKGROUND_BYTES = 4096
 
 
@@ -149,6 +151,7 @@ class _Run:
         self._timed_out = False
         self._mute = False
         self._next_look = time.monotonic() + _MUTE_LOOK_S
+        self._settled_at = time.monotonic() + _SETTLE_S
         self._was_mute = False
 
     def run(self) -> Reply:
@@ -228,7 +231,8 @@ class _Run:
                 return False
             if not interrupted_at and self._falls_silent(now):
                 return True
-            if not interrupted_at and (self._call.cancelled or now >= self._call.deadline):
+            due = max(0.0 if self._call.cancelled else self._call.deadline, self._settled_at)
+            if not interrupted_at and now >= due:
                 interrupted_at, next_step = now, now + _HARD_AFTER_S
                 self._timed_out = True
                 interpreter.interrupt(self._nonce, hard=False)
@@ -237,7 +241,7 @@ class _Run:
                     return True
                 interpreter.interrupt(self._nonce, hard=True)
                 next_step = now + _HARD_EVERY_S
-            until = next_step if interrupted_at else min(self._call.deadline, self._next_look)
+            until = next_step if interrupted_at else min(due, self._next_look)
             if self._status is not None:
                 until = min(until, self._status_at + _MARK_WAIT_S)
             ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5)}

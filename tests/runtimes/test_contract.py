@@ -68,6 +68,16 @@ async def test_a_cancelled_call_is_interrupted_and_the_shell_stays(runtime, even
     await eventually(lambda: not processes_with(f"sleep\0{marker}"))
 
 
+async def test_a_call_cancelled_as_it_begins_is_over_when_the_next_one_starts(runtime):
+    for number in range(20):
+        call = asyncio.create_task(bash(runtime, "yes", timeout_s=60))
+        await asyncio.sleep(0)  # it has been sent
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await bash(runtime, f"echo {number}", timeout_s=5)).text.endswith(f"{number}\n")
+
+
 async def test_files_go_in_and_out(runtime, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/sh\necho ran\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -612,6 +613,26 @@ async def test_an_engine_that_hangs_ends_the_call_at_its_deadline(make_pool: Mak
         with pytest.raises(BackendError, match=r"no complete reply within 0\.3 s"):
             await one_call(pool, waits)
         assert len(llm.requests) == 1
+
+
+async def test_an_engine_whose_host_drops_every_packet_fails_within_the_connect_bound(
+    make_pool: MakePool, waits: Waits
+) -> None:
+    """A listener whose queue is full drops SYN packets, as a firewall does: connecting neither works nor fails."""
+    pool = make_pool(connect_timeout_s=0.3, unhealthy_wait_s=0.5)
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        server = await pool.add(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert not server.healthy
+        began = time.monotonic()
+        with pytest.raises(BackendError):
+            await one_call(pool, waits)
+        assert time.monotonic() - began < 3
+    assert waits.reasons == []  # registered, and dead: the job's timer runs
 
 
 async def test_calls_on_an_engine_that_fell_silent_are_taken_back(make_pool: MakePool, waits: Waits) -> None:

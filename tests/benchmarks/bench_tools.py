@@ -139,7 +139,8 @@ def tmux_peer(repeats: int) -> dict[str, float]:
         tmux.close()
 
 
-def ipython_floor(repeats: int) -> dict[str, float]:
+def ipython_shell() -> Callable[[str], None]:
+    """Run a cell in a bare shell of this process."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -151,6 +152,11 @@ def ipython_floor(repeats: int) -> dict[str, float]:
         with contextlib.redirect_stdout(io.StringIO()):
             shell.run_cell(code)
 
+    return run
+
+
+def ipython_floor(repeats: int) -> dict[str, float]:
+    run = ipython_shell()
     return {name: median_ms(timed(lambda c=code: run(c), repeats)) for name, code in CELLS.items()}
 
 

@@ -1,7 +1,8 @@
 """The paper's load: 256 rollouts of 30 bash calls each, in bubblewrap, all at once, through the served service.
 
-`python tests/benchmarks/bench_load.py [--scale 1.0] [--quick]`. Service, scripted model (of no latency) and client are
-processes of their own. Every rollout must complete with its 30 calls answered, and nothing may be left.
+`python tests/benchmarks/bench_load.py [--scale 1.0] [--latency 0.5] [--quick]`. Service, scripted model and client are
+processes of their own. The model takes its time, as a real one does: else the first rollouts end before the last begin.
+Every rollout must complete with its 30 calls answered, and nothing may be left.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 ROLLOUTS, CALLS = 256, 30
 START_TIMEOUT_S, STOP_TIMEOUT_S, LOAD_TIMEOUT_S = 120, 60, 1800
 SAMPLE_EVERY_S = 1.0
+LATENCY_S = 0.5
 WORLD = """
 from prorl_gym.resources.base import ResourcesServer, Verdict
 
@@ -43,11 +45,12 @@ class World(ResourcesServer):
 """
 
 
-def script(calls: int) -> dict[str, object]:
+def script(calls: int, latency_s: float) -> dict[str, object]:
     """A rollout's turns: each call proves that the shell is the one of the calls before."""
     command = "n=$((n+1)); echo call $n; ls / > /dev/null"
     body = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return {"replies": [*[{"text": f"<tool_call>\n{body}\n</tool_call>"}] * calls, {"text": "Done."}]}
+    texts = [*[f"<tool_call>\n{body}\n</tool_call>"] * calls, "Done."]
+    return {"replies": [{"text": text, "delay_s": latency_s} for text in texts]}
 
 
 def config(folder: Path, rollouts: int, calls: int) -> ProrlConfig:
@@ -109,15 +112,17 @@ class Footprint:
         self.pid = pid
         self.sandboxes_mb = 0.0
         self.processes = 0
+        self.in_run = 0
 
     @property
     def service_mb(self) -> float:
         """Of the service alone, by the kernel's own record."""
         return kilobytes(self.pid, "status", "VmHWM") / 1024
 
-    async def watch(self) -> None:
+    async def watch(self, client: RolloutClient) -> None:
         """Look at it again and again, until cancelled."""
         while True:
+            self.in_run = max(self.in_run, (await client.status()).active_run)
             await asyncio.to_thread(self._look)
             await asyncio.sleep(SAMPLE_EVERY_S)
 
@@ -151,7 +156,7 @@ async def load(
         first = await client.process({"question": "Warm up."}, task="world")
         if not complete(first, calls):
             raise RuntimeError(f"the first rollout went wrong: {first.status} {first.error}")
-        watching = asyncio.create_task(footprint.watch())
+        watching = asyncio.create_task(footprint.watch(client))
         cpu, began = cpu_s(pid), time.perf_counter()
         took: list[float] = []
 
@@ -173,6 +178,7 @@ async def load(
         ["complete", f"{done} of {rollouts}"],
         ["records and leftovers at the end", str(left)],
         ["time", f"{elapsed:.1f} s"],
+        ["in RUN at once, at most", str(footprint.in_run)],
         ["actions (model call + bash call)", f"{actions / elapsed:.0f} a second"],
         ["rollout, submit to result", f"median {statistics.median(took):.1f} s, last {max(took):.1f} s"],
         ["CPU of the service process", f"{1e3 * used / actions:.2f} ms an action ({used / elapsed:.2f} cores)"],
@@ -186,6 +192,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rollouts")
     parser.add_argument("--quick", action="store_true", help="an eighth of the rollouts")
+    parser.add_argument("--latency", type=float, default=LATENCY_S, help="of the model, seconds a call")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     rollouts = max(1, round(ROLLOUTS * (options.scale / 8 if options.quick else options.scale)))
@@ -195,7 +202,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tiny_model(folder / "model", max_model_len=32768)
-        (folder / "script.json").write_text(json.dumps(script(CALLS)))
+        (folder / "script.json").write_text(json.dumps(script(CALLS, options.latency)))
         engine_at = folder / "engine"
         engine = [sys.executable, "-m", "prorl_gym.testing.scripted_llm", "--script", str(folder / "script.json")]
         engine += ["--address-file", str(engine_at), "--model", str(folder / "model")]
@@ -204,7 +211,10 @@ def main() -> int:
             rows, well = uvloop.run(load(address, llm, running.pid, rollouts, CALLS, folder))
         rows.append(["exit status of the service", str(running.returncode)])
         rows.append(["sandbox folders left", str(len(list(folder.glob("state/sandboxes/*"))))])
-    table = Table("", "", title=f"{rollouts} rollouts of {CALLS} bash calls at once in bubblewrap (load {before:.1f})")
+    title = (
+        f"{rollouts} rollouts of {CALLS} bash calls in bubblewrap, model of {options.latency:g} s (load {before:.1f})"
+    )
+    table = Table("", "", title=title)
     for row in rows:
         table.add_row(*row)
     Console(width=120).print(table)

@@ -156,6 +156,7 @@ def _make_shell() -> Any:
     shell = Shell.instance(config=config)
     with contextlib.suppress(Exception):  # the name differs between IPython 8 and 9; escapes are stripped in any case
         shell.colors = "nocolor"
+    shell.display_formatter.active_types = ["text/plain", "image/png"]  # the others are never shown, and cost time
     shell.system = shell.system_raw
     warnings.filterwarnings("ignore", message="To exit: use")
     site.sethelper()

@@ -45,8 +45,8 @@ format: $(STAMP)  ## Let ruff format and fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## Print the benchmark tables, with ratios to this machine's floors
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+bench: $(STAMP)  ## Print the benchmark tables, with ratios to this machine's floors; BENCH=--quick for fewer runs
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build rollouts.jsonl

@@ -126,13 +126,15 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: what the server would choose")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one repeat")
     options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
     folder = prepare(options.model)
     dtype = options.dtype or default_dtype()
     with server(folder, "--dtype", dtype, "--device", "cpu") as address:
-        served = {n: asyncio.run(serve_rate(address, n, options.repeats)) for n in CONCURRENCIES}
+        served = {n: asyncio.run(serve_rate(address, n, repeats)) for n in CONCURRENCIES}
         new, next_turn = asyncio.run(turn_times(address))
-    raw = floors(folder, dtype, options.repeats)
+    raw = floors(folder, dtype, repeats)
     table = Table(
         title=f"{folder.name}, {dtype}, CPU: {PROMPT_TOKENS} prompt + {SAMPLED_TOKENS} sampled tokens a request"
     )

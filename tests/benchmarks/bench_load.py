@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 ROLLOUTS, CALLS = 256, 30
 START_TIMEOUT_S, STOP_TIMEOUT_S, LOAD_TIMEOUT_S = 120, 60, 1800
 SAMPLE_EVERY_S = 1.0
+TEARDOWN_S = 10.0
 LATENCY_S = 0.5
 WORLD = """
 from prorl_gym.resources.base import ResourcesServer, Verdict
@@ -146,6 +147,16 @@ def complete(result: JobResult, calls: int) -> bool:
     return result.status.value == "completed" and result.reward == 1.0 and len(answers) == calls and numbered
 
 
+async def until_gone(state: Path) -> int:
+    """How many sandboxes are recorded or have a folder, once there are none or a last one has had its time."""
+    deadline = time.monotonic() + TEARDOWN_S
+    while left := sum(len(list((state / name).iterdir())) for name in ("records", "sandboxes")):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    return left
+
+
 async def load(
     address: str, llm: str, pid: int, rollouts: int, calls: int, folder: Path
 ) -> tuple[list[list[str]], bool]:
@@ -172,11 +183,11 @@ async def load(
         await asyncio.wait([watching])
         status = await client.status()
         done = sum(complete(result, calls) for result in results)
-        left = len(list(folder.glob("state/records/*"))) + len(status.leftovers)
+        left = await until_gone(folder / "state") + len(status.leftovers)
         actions = rollouts * calls
     return [
         ["complete", f"{done} of {rollouts}"],
-        ["records and leftovers at the end", str(left)],
+        ["sandboxes left at the end", str(left)],
         ["time", f"{elapsed:.1f} s"],
         ["in RUN at once, at most", str(footprint.in_run)],
         ["actions (model call + bash call)", f"{actions / elapsed:.0f} a second"],
@@ -201,6 +212,7 @@ def main() -> int:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        folder.chmod(0o755)  # else the sandboxes' users may not pass, and the service keeps its state elsewhere
         make_tiny_model(folder / "model", max_model_len=32768)
         (folder / "script.json").write_text(json.dumps(script(CALLS, options.latency)))
         engine_at = folder / "engine"
@@ -210,7 +222,6 @@ def main() -> int:
         with process(engine, engine_at) as (llm, _), process(service, folder / "address") as (address, running):
             rows, well = uvloop.run(load(address, llm, running.pid, rollouts, CALLS, folder))
         rows.append(["exit status of the service", str(running.returncode)])
-        rows.append(["sandbox folders left", str(len(list(folder.glob("state/sandboxes/*"))))])
     title = (
         f"{rollouts} rollouts of {CALLS} bash calls in bubblewrap, model of {options.latency:g} s (load {before:.1f})"
     )

@@ -6,6 +6,7 @@ floor is what pools of those sizes can do at best. CPU per job and the best of t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import time
@@ -128,10 +129,10 @@ async def overlap(table: Table) -> None:
     )
 
 
-async def cost(table: Table, handler: type[AgentHandler], count: int) -> None:
+async def cost(table: Table, handler: type[AgentHandler], count: int, repeats: int) -> None:
     """Jobs per second and CPU per job, the best of the repeats."""
     rate, cpu = 0.0, float("inf")
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         pipeline = await pipeline_of(handler, (64, 64, 64))
         gc.collect()
         begun, begun_cpu = time.perf_counter(), time.process_time()
@@ -179,20 +180,23 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-async def everything(table: Table) -> None:
+async def everything(table: Table, repeats: int) -> None:
     """All rows under one loop."""
     await overlap(table)
     await held(table)
-    await cost(table, NoOp, NOOP_JOBS)
-    await cost(table, Blocking, NOOP_BATCH)
+    await cost(table, NoOp, NOOP_JOBS, repeats)
+    await cost(table, Blocking, NOOP_BATCH, repeats)
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one repeat")
+    repeats = 1 if parser.parse_args().quick else REPEATS
     spare_the_collector()  # as the service does
     table = Table("what", "measured", "against", title="pipeline")
-    asyncio.run(everything(table))
-    uvloop.run(cost(table, NoOp, NOOP_JOBS))
+    asyncio.run(everything(table, repeats))
+    uvloop.run(cost(table, NoOp, NOOP_JOBS, repeats))
     Console().print(table)
 
 

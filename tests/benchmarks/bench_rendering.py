@@ -6,6 +6,7 @@ both; the floor is a copy of the ids, which no renderer can do without. Real tok
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,9 +44,9 @@ def renderers() -> Iterator[tuple[str, BridgingRenderer]]:
             print(f"{name}: {folder} is not there, left out")
 
 
-def median_us(action: Callable[[], object]) -> float:
+def median_us(action: Callable[[], object], rounds: int) -> float:
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         count, start = 0, time.perf_counter()
         while count < 3 or time.perf_counter() - start < 0.02:
             action()
@@ -54,7 +55,7 @@ def median_us(action: Callable[[], object]) -> float:
     return statistics.median(times) * 1e6
 
 
-def measure(name: str, renderer: BridgingRenderer, turns: int) -> None:
+def measure(name: str, renderer: BridgingRenderer, turns: int, rounds: int) -> None:
     request = ToolRequest("call_0_0", "bash", {"command": "ls -l"})
     said = ChatMessage("assistant", "I will look at the files.", tool_requests=(request,))
     result = ChatMessage("tool", RESULT, tool_call_id="call_0_0", name="bash")
@@ -62,18 +63,20 @@ def measure(name: str, renderer: BridgingRenderer, turns: int) -> None:
     output = [*renderer.vocabulary.encode(renderer.vocabulary.guard("word " * 63))[:63], renderer.close_id or 0]
     prompt = renderer.start(history[:-1], TOOLS).ids
     copied = [*prompt, *output]
-    extend = median_us(lambda: renderer.extend(history, prompt, output, [result], TOOLS))
-    again = median_us(lambda: renderer.whole([*history, result], TOOLS, None))
-    copy = median_us(lambda: [*copied])
+    extend = median_us(lambda: renderer.extend(history, prompt, output, [result], TOOLS), rounds)
+    again = median_us(lambda: renderer.whole([*history, result], TOOLS, None), rounds)
+    copy = median_us(lambda: [*copied], rounds)
     print(ROW.format(name, turns, len(copied), extend, extend - copy, again, again / extend))
 
 
-def main() -> None:
+def main(rounds: int) -> None:
     print(HEADER)
     for name, renderer in renderers():
         for turns in TURNS:
-            measure(name, renderer, turns)
+            measure(name, renderer, turns, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    main(1 if parser.parse_args().quick else ROUNDS)

@@ -1,13 +1,14 @@
 """What a rollout costs the service: three model calls and two bash calls, through pipeline, handler, loop and record.
 
-`python tests/benchmarks/bench_rollout.py`. The policy is a scripted engine of zero latency in a process of its own, the
-`local` sandboxes are kept warm. The floor does the same I/O with nothing around it: three POSTs of the same bodies over
-kept-alive aiohttp connections and two calls to the same kind of shell. CPU is that of this process alone, which holds
-the service and neither engine nor sandboxes.
+`python tests/benchmarks/bench_rollout.py [--quick]`. The policy is a scripted engine of zero latency in a process of
+its own, the `local` sandboxes are kept warm. The floor does the same I/O with nothing around it: three POSTs of the
+same bodies over kept-alive aiohttp connections and two calls to the same kind of shell. CPU is that of this process
+alone, which holds the service and neither engine nor sandboxes.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -203,7 +204,7 @@ class Bench:
         return [orjson.dumps({"prompt": message["input_ids"], **options}) for message in said]
 
 
-async def run(folder: Path, llm: str) -> Table:
+async def run(folder: Path, llm: str, share: float) -> Table:
     """Measure floor and service, one after the other, at each concurrency."""
     table = Table(title="three model calls + two bash calls, engine of zero latency, local runtime kept warm")
     for column in ("concurrency", "what", "rollouts/s", "p50 ms", "CPU ms per rollout", "ratio of CPU", "target"):
@@ -214,7 +215,7 @@ async def run(folder: Path, llm: str) -> Table:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             for concurrency in CONCURRENCIES:
-                count = ROLLOUTS[concurrency]
+                count = round(share * ROLLOUTS[concurrency])
                 floor = await measure(bench.floor(session), concurrency, count)
                 service = await measure(bench.rollout, concurrency, count)
                 rows = (("floor: the same I/O", floor, ""), ("service", service, f"≤ {TARGET_CPU_MS:g} ms CPU"))
@@ -228,6 +229,9 @@ async def run(folder: Path, llm: str) -> Table:
 
 def main() -> None:
     """Start the engine, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rollouts")
+    share = 0.2 if parser.parse_args().quick else 1.0
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -237,7 +241,7 @@ def main() -> None:
             try:
                 assert engine.stdout is not None
                 address = engine.stdout.readline().strip()
-                table = uvloop.run(run(folder, address))
+                table = uvloop.run(run(folder, address, share))
             finally:
                 engine.terminate()
     Console(width=120).print(table)

@@ -6,6 +6,7 @@ both. CPU is of this process only, per call.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
@@ -90,11 +91,11 @@ async def measure(side: Side, call: Call, concurrency: int, total: int) -> None:
     side.latency_us.append(statistics.median(latencies) * 1e6)
 
 
-async def main() -> None:
+async def main(rounds: int) -> None:
     prompt = [index % 256 for index in range(PROMPT_TOKENS)]
     params = GenerateParams(max_tokens=SAMPLED_TOKENS)
     body = {"model": "scripted", "prompt": prompt, "max_tokens": SAMPLED_TOKENS, "logprobs": 0}
-    print(f"prompt {PROMPT_TOKENS}, sampled {SAMPLED_TOKENS} tokens; median of {ROUNDS} rounds, CPU also minimum\n")
+    print(f"prompt {PROMPT_TOKENS}, sampled {SAMPLED_TOKENS} tokens; median of {rounds} rounds, CPU also minimum\n")
     print(f"{'concurrent':>10} {'':<14} {'calls/s':>9} {'p50 us':>10} {'CPU us':>9} {'min':>9}")
     pool = BackendPool(BackendConfig())
     async with (
@@ -115,7 +116,7 @@ async def main() -> None:
             for concurrency in CONCURRENCIES:
                 floor, ours = Side(), Side()
                 total = max(512, concurrency * 4)
-                for _ in range(ROUNDS):
+                for _ in range(rounds):
                     await measure(floor, bare, concurrency, total)
                     await measure(ours, lambda: session.generate(prompt, params), concurrency, total)
                 print(f"{concurrency:>10} {'bare aiohttp':<14} {floor.row()}")
@@ -126,4 +127,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    uvloop.run(main(1 if parser.parse_args().quick else ROUNDS))

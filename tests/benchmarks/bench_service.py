@@ -236,7 +236,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", nargs=2, metavar=("KIND", "FOLDER"))
     parser.add_argument("--requests", type=int, default=8192)
+    parser.add_argument("--quick", action="store_true", help="an eighth of the requests")
     options = parser.parse_args()
+    requests = options.requests // 8 if options.quick else options.requests
     if options.serve:
         kind, folder = options.serve[0], Path(options.serve[1])
         if kind == "service":
@@ -251,7 +253,7 @@ def main() -> None:
             with server(kind) as (address, pid):
                 measured[kind] = {
                     concurrency: runner.run(
-                        load(address, pid, concurrency, options.requests if concurrency > 1 else options.requests // 4)
+                        load(address, pid, concurrency, requests if concurrency > 1 else requests // 4)
                     )
                     for concurrency in CONCURRENCIES
                 }

@@ -1,7 +1,7 @@
 """Latency, start and memory of the sandbox's tools, against floors measured in the same run.
 
-Floors: bash on a bare terminal with its status on an extra descriptor; IPython's shell called in this process. Peers:
-tmux driven by polling, as terminal tools of agent frameworks do it, and a kernel over ZMQ, where installed.
+Floors: bash on a bare terminal with its status on an extra descriptor; IPython's shell called in this process. The
+peers have a benchmark of their own.
 Run it on an idle machine: `python tests/benchmarks/bench_tools.py [--quick]`.
 """
 
@@ -14,13 +14,10 @@ import io
 import os
 import pty
 import select
-import shutil
 import statistics
-import subprocess
 import tempfile
 import termios
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -98,26 +95,6 @@ class BareTerminal:
         os.waitpid(self.pid, 0)
 
 
-class Tmux:
-    """A peer: keys typed into tmux, the screen polled for a mark every 100 ms."""
-
-    def __init__(self) -> None:
-        self.socket = f"bench-{uuid.uuid4().hex}"
-        self._tmux("new-session", "-d", "-x", "200", "-y", "50", "env PS1= bash --norc --noprofile")
-
-    def _tmux(self, *words: str) -> str:
-        return subprocess.run(["tmux", "-L", self.socket, *words], check=True, capture_output=True, text=True).stdout
-
-    def run(self, command: str) -> None:
-        mark = uuid.uuid4().hex
-        self._tmux("send-keys", f"{command}; echo {mark[:16]}''{mark[16:]}", "Enter")
-        while mark not in self._tmux("capture-pane", "-p", "-S", "-"):
-            time.sleep(0.1)
-
-    def close(self) -> None:
-        self._tmux("kill-server")
-
-
 def bash_floor(folder: str, repeats: int) -> dict[str, float]:
     terminal = BareTerminal()
     try:
@@ -127,16 +104,6 @@ def bash_floor(folder: str, repeats: int) -> dict[str, float]:
         }
     finally:
         terminal.close()
-
-
-def tmux_peer(repeats: int) -> dict[str, float]:
-    if shutil.which("tmux") is None:
-        return {}
-    tmux = Tmux()
-    try:
-        return {"echo hi": median_ms(timed(lambda: tmux.run("echo hi"), min(repeats, 20), 2))}
-    finally:
-        tmux.close()
 
 
 def ipython_shell() -> Callable[[str], None]:
@@ -158,23 +125,6 @@ def ipython_shell() -> Callable[[str], None]:
 def ipython_floor(repeats: int) -> dict[str, float]:
     run = ipython_shell()
     return {name: median_ms(timed(lambda c=code: run(c), repeats)) for name, code in CELLS.items()}
-
-
-def zmq_peer(repeats: int) -> dict[str, float]:
-    try:
-        from jupyter_client.manager import start_new_kernel
-    except ImportError:
-        return {}
-    manager, client = start_new_kernel()
-    try:
-        run = client.execute_interactive
-        return {
-            name: median_ms(timed(lambda c=code: run(c, output_hook=lambda _: None), repeats))
-            for name, code in CELLS.items()
-        }
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
 
 
 async def tools(runtime: Runtime, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -252,15 +202,13 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     return made
 
 
-def ratio_rows(ours: dict[str, dict[str, float]], floor: dict[str, float], peer: dict[str, float]) -> list[list[str]]:
+def ratio_rows(ours: dict[str, dict[str, float]], floor: dict[str, float]) -> list[list[str]]:
     rows = []
     for name in next(iter(ours.values())):
         row = [name, f"{floor[name]:.3f}" if name in floor else ""]
         for values in ours.values():
             against = f" ({values[name] / floor[name]:.1f}x)" if name in floor else ""
             row.append(f"{values[name]:.3f}{against}")
-        fastest = min(values[name] for values in ours.values())
-        row.append(f"{peer[name]:.1f} ({peer[name] / fastest:.0f}x ours)" if name in peer else "")
         rows.append(row)
     return rows
 
@@ -289,9 +237,9 @@ async def main(repeats: int) -> None:
     load = os.getloadavg()[0]
     head = ["median ms", "floor", *kinds]
     title = f"bash, {repeats} runs (load {load:.1f}); floor: bare terminal"
-    console.print(table(title, [*head, "tmux, polled"], ratio_rows(bash, floor, tmux_peer(repeats))))
+    console.print(table(title, head, ratio_rows(bash, floor)))
     title = "IPython; floor: the bare shell in this process"
-    console.print(table(title, [*head, "kernel over ZMQ"], ratio_rows(ipython, cell_floor, zmq_peer(repeats))))
+    console.print(table(title, head, ratio_rows(ipython, cell_floor)))
     rows = [[name, *(facts[kind][name] for kind in kinds)] for name in facts[kinds[0]]]
     console.print(table("sandboxes", ["", *kinds], rows))
 
